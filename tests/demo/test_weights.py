@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -129,10 +129,10 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch):
 
 
 def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
-    """Byte-pair encoding as SentencePiece defines it: join the leftmost pair with the best score, again and again."""
+    """SentencePiece's byte-pair encoding: join the leftmost pair with the best score, again and again."""
     pieces = list(text)
     while True:
-        joins = [(-scores[a + b], i) for i, (a, b) in enumerate(zip(pieces, pieces[1:])) if a + b in scores]
+        joins = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
         if not joins:
             return pieces
         _, i = min(joins)
@@ -227,7 +227,7 @@ def test_gemma_weights_and_tokens_are_those_that_transformers_reads(gemma, gguf_
     for path in sorted(Path(weights.__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8") + "\n\n\n\t\tdéjà vu, 東京, 🦙 <b>12345</b>   end"
         assert tokenizer(text).input_ids == their_tokenizer(text).input_ids
-        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+        assert tokenizer.decode(tokenizer(text).input_ids)[len("<bos>") :] == text
 
 
 @pytest.mark.slow
@@ -253,13 +253,7 @@ def test_gemma_talks(gemma):
         "<start_of_turn>user\nHow are you?<end_of_turn>\n<start_of_turn>model\n"
     )
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    special = {
-        name: tokenizer.convert_tokens_to_ids(name) for name in ("<bos>", "<start_of_turn>", "<end_of_turn>")
-    }
-    assert special == {"<bos>": 2, "<start_of_turn>": 105, "<end_of_turn>": 106}
+    special = {"<bos>": 2, "<start_of_turn>": 105, "<end_of_turn>": 106}
+    assert {name: tokenizer.convert_tokens_to_ids(name) for name in special} == special
     assert [ids.count(i) for i in special.values()] == [1, 4, 3]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
-    assert (
-        json.loads((weights.gemma_folder(False) / weights.MANIFEST).read_text())["format"]
-        == weights.FORMAT_VERSION
-    )

@@ -1,0 +1,36 @@
+"""Pool, radix tree, block tables and hashes. Needs numpy, never torch."""
+
+from radixkv.core.block_pool import BlockPool
+from radixkv.core.block_table import BlockCopy, BlockTable
+from radixkv.core.errors import (
+    CacheCorruptionError,
+    InvalidRequestError,
+    OutOfBlocksError,
+    RadixKVError,
+    UnsupportedModelError,
+)
+from radixkv.core.hashing import ContentHasher, content_hashes
+from radixkv.core.namespace import Namespace, canonical_namespace
+from radixkv.core.radix_tree import InsertResult, Match, NodeInfo, RadixTree, Tail
+from radixkv.core.tokens import as_tokens
+
+__all__ = [
+    "BlockCopy",
+    "BlockPool",
+    "BlockTable",
+    "CacheCorruptionError",
+    "ContentHasher",
+    "InsertResult",
+    "InvalidRequestError",
+    "Match",
+    "Namespace",
+    "NodeInfo",
+    "OutOfBlocksError",
+    "RadixKVError",
+    "RadixTree",
+    "Tail",
+    "UnsupportedModelError",
+    "as_tokens",
+    "canonical_namespace",
+    "content_hashes",
+]

@@ -1,0 +1,1067 @@
+"""The radix tree: which token prefixes are cached, and in which blocks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from sortedcontainers import SortedDict
+
+from radixkv.core import hashing
+from radixkv.core.block_pool import BlockIds, BlockPool, as_block_ids
+from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
+from radixkv.core.eviction import LeafOrder, make_policy
+from radixkv.core.namespace import Namespace, canonical_namespace
+from radixkv.core.tokens import TOKEN_BYTES, TokenArray, require_non_negative, to_int64, token_bytes
+
+ID_BYTES = 4
+
+# A node left with one child is merged with it up to this length, so that a path whose branches were all evicted
+# has at most one edge for each 1,024 tokens, while a merge never copies more than 16 KiB.
+MERGE_BYTES = 2048 * TOKEN_BYTES
+
+
+class Tail(NamedTuple):
+    """A block of which only the leading rows match: copy them before writing behind them."""
+
+    block: int
+    num_rows: int
+
+
+class InsertResult(NamedTuple):
+    """What `RadixTree.insert` did.
+
+    Attributes:
+        blocks: `int32[...]`, the table to go on with. The caller holds one reference on each, as before: where
+            the tree already had a block with those tokens, it is the tree's block instead of the caller's.
+        num_new_blocks: Blocks the tree took over.
+        num_duplicate_blocks: Blocks of the caller that were replaced in `blocks` and released.
+        num_new_tokens: By how much `num_cached_tokens` rose.
+    """
+
+    blocks: BlockIds
+    num_new_blocks: int
+    num_duplicate_blocks: int
+    num_new_tokens: int
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A copy of one node, for inspection.
+
+    Attributes:
+        namespace: Canonical namespace.
+        start: Tokens before this edge.
+        tokens: `int64[...]`, the tokens on the edge.
+        blocks: `int32[ceil(len(tokens) / block_size)]`.
+        num_children: 0 for a leaf.
+    """
+
+    namespace: bytes
+    start: int
+    tokens: TokenArray
+    blocks: BlockIds
+    num_children: int
+
+
+class Node:
+    """A run of blocks, the edge that leads to it, and what follows.
+
+    Tokens and ids are kept as bytes: a bytearray compares with a part of a request by one memcmp and no copy,
+    grows and shrinks in place, and gives its memory back.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "edge",
+        "entry",
+        "hash",
+        "index",
+        "next",
+        "num_children",
+        "parent",
+        "parked",
+        "serial",
+        "tails",
+    )
+
+    def __init__(self, parent: Node | None, edge: bytearray, blocks: bytearray, serial: int) -> None:
+        self.parent = parent
+        self.edge = edge  # int64 tokens; only a leaf's may end inside a block
+        self.blocks = blocks  # int32 ids
+        self.serial = serial
+        self.hash = 0  # of the first block, where this is in `parent.children`
+        self.next: Node | None = None  # sibling with the same hash
+        self.children: dict[int, Node] = {}  # children whose first block is whole, by its hash
+        self.tails: dict[int, Node] | None = None  # children that are nothing but a tail, by serial
+        self.num_children = 0
+        self.index: SortedDict[bytes, Node] | None = None  # children by first block, once somebody needed it
+        self.entry: tuple[int, int, Node] | None = None  # in the leaf order
+        self.parked = False  # a leaf whose last block others hold, waiting for `pool.take_woken`
+
+
+class Root(Node):
+    """Where the paths of one namespace start; owns no blocks."""
+
+    __slots__ = ("namespace", "seed")
+
+    def __init__(self, namespace: bytes, serial: int) -> None:
+        super().__init__(None, bytearray(), bytearray(), serial)
+        self.namespace = namespace
+        self.seed = hashing.namespace_seed(namespace)
+
+
+class Match:
+    """A held match: its blocks stay cached and unchanged until `release()` or `take()`.
+
+    Attributes:
+        num_tokens: Leading tokens found: `len(blocks) * block_size`, and the rows of the tail.
+        blocks: `int32[...]`, the wholly matched blocks.
+        tail: Block and number of its leading rows that match beyond `blocks`, or None.
+        tree: The tree it came from.
+    """
+
+    __slots__ = ("_held", "_released", "blocks", "num_tokens", "tail", "tree")
+
+    def __init__(self, tree: RadixTree, num_tokens: int, held: BlockIds, tail: Tail | None) -> None:
+        self.tree = tree
+        self.num_tokens = num_tokens
+        self.tail = tail
+        self._held = held
+        self.blocks = held if tail is None else held[:-1]
+        self._released = False
+
+    def __repr__(self) -> str:
+        state = ", released" if self._released else ""
+        return f"Match(num_tokens={self.num_tokens}, blocks={self.blocks.tolist()}, tail={self.tail}{state})"
+
+    @property
+    def released(self) -> bool:
+        """Whether the references are gone, given back or handed over."""
+        return self._released
+
+    def release(self) -> None:
+        """Give the references back.
+
+        Raises:
+            InvalidRequestError: They are gone already.
+        """
+        self._end()
+        self.tree.pool.release(self._held)
+
+    def take(self) -> BlockIds:
+        """Hand the references on `blocks` over to the caller; the one on the tail is given back.
+
+        Raises:
+            InvalidRequestError: The references are gone already.
+        """
+        self._end()
+        if self.tail is not None:
+            self.tree.pool.release(self.tail.block)
+        return self.blocks
+
+    def take_all(self) -> BlockIds:
+        """Like `take`, but the tail's reference and block id are handed over too, as the last block.
+
+        Raises:
+            InvalidRequestError: The references are gone already.
+        """
+        self._end()
+        return self._held
+
+    def _end(self) -> None:
+        with self.tree.pool.lock:  # of two threads that release at once, one gets the error
+            if self._released:
+                raise InvalidRequestError("this match was released or taken already")
+            self._released = True
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._released:
+            self.release()
+
+
+class RadixTree:
+    """Cached token prefixes, shared block by block, evicted block by block.
+
+    A node owns the run of blocks on the edge that leads to it; edges are cut only at block borders. A leaf's
+    edge may end in a *tail*, a block of which only the leading rows are filled.
+
+    Invariants, all verified by `check()`:
+
+    1. Every block on an edge carries the tree's reference in the pool; no block is on two edges.
+    2. References never rise along a path from the root, as whoever holds a block of a path holds those before
+       it. So a cached block that only the tree holds has only such blocks below it, and is evictable.
+    3. No two children of a node start with the same block of tokens: of the first blocks of two children,
+       neither is a prefix of the other. (Whole blocks differ somewhere; a tail that is a prefix of a sibling's
+       first block would say nothing new.)
+    4. Only leaves may end in a tail; a node that is not a root owns at least one block, a root at least one
+       child.
+    5. Every leaf is either in the eviction order, under a priority not above its own, or parked under its
+       last block, which others hold and the pool watches.
+    6. `num_cached_* == num_evictable_* + num_pinned_*`, in blocks and in tokens.
+
+    Costs: `match` and `insert` are one hash and one memcmp for each edge passed, and a constant number of numpy
+    calls; `evict` is logarithmic in the number of leaves for each leaf touched. Every method may be called
+    from any thread; the lock is the pool's.
+
+    Args:
+        pool: The pool of the blocks; a pool takes one tree.
+        block_size: Tokens in a block.
+        policy: Who is evicted first; only "lru" exists.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int = 16, policy: str = "lru") -> None:
+        if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)) or block_size < 1:
+            raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
+        self._policy = make_policy(policy, pool.num_blocks)
+        pool.attach_tree(self)
+        self._pool = pool
+        self._block_size = int(block_size)
+        self._block_bytes = self._block_size * TOKEN_BYTES
+        self._hash: Callable[[Any, int], int] = hashing.block_hash
+        self._roots: dict[bytes, Root] = {}
+        self._order = LeafOrder()
+        self._parked: dict[int, Node] = {}  # by last block
+        self._now = 0
+        self._serial = 0
+        self._num_nodes = self._num_leaves = 0
+        self._num_evicted = 0
+        self._checks = pool._checks
+
+    def __repr__(self) -> str:
+        return (
+            f"RadixTree(block_size={self._block_size}, cached={self.num_cached_blocks}, "
+            f"evictable={self.num_evictable_blocks}, nodes={self._num_nodes})"
+        )
+
+    # -- numbers, all O(1) -----------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of the blocks."""
+        return self._pool
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._block_size
+
+    @property
+    def policy(self) -> str:
+        """Name of the eviction policy."""
+        return self._policy.name
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks in the tree."""
+        return self._pool._num_cached
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Filled rows of the blocks in the tree."""
+        return self._pool._cached_tokens
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that nobody but the tree holds."""
+        return self._pool._num_idle
+
+    @property
+    def num_evictable_tokens(self) -> int:
+        """Filled rows of the evictable blocks."""
+        return self._pool._idle_tokens
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Cached blocks that somebody beside the tree holds."""
+        return self._pool._num_cached - self._pool._num_idle
+
+    @property
+    def num_pinned_tokens(self) -> int:
+        """Filled rows of the pinned blocks."""
+        return self._pool._cached_tokens - self._pool._idle_tokens
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, roots not counted."""
+        return self._num_nodes
+
+    @property
+    def num_leaves(self) -> int:
+        """Nodes without children."""
+        return self._num_leaves
+
+    @property
+    def num_evicted_blocks_total(self) -> int:
+        """Blocks that `evict` freed since the tree was made."""
+        return self._num_evicted
+
+    # -- matching --------------------------------------------------------------------------------------------
+
+    def match(
+        self, tokens: Any, namespace: Namespace = b"", *, max_tokens: int | None = None, partial: bool = True
+    ) -> Match:
+        """The longest cached prefix, held: one reference on each of its blocks.
+
+        Counts as a use of the matched blocks. No node is split.
+
+        Args:
+            tokens: The request; an int64 array is not copied.
+            namespace: What must be equal beside the tokens.
+            max_tokens: Upper limit of the hit, such as `len(tokens) - 1` where the last token must be computed.
+            partial: Match token by token; else whole blocks only, without a tail.
+
+        Raises:
+            InvalidRequestError: Tokens, namespace or limit make no sense.
+        """
+        array = to_int64(tokens)
+        limit = _limit(array, max_tokens)
+        with self._pool.lock:
+            ids, rows = self._find(array, canonical_namespace(namespace), limit, partial)
+            num_whole = len(ids) // ID_BYTES - (rows > 0)
+            num_tokens = num_whole * self._block_size + rows
+            require_non_negative(array[num_tokens:])  # what is cached was checked when it was inserted
+            if not ids:
+                return Match(self, 0, np.empty(0, np.int32), None)
+            held = np.frombuffer(ids, np.int32)
+            self._pool.retain_distinct(held)
+            self._now += 1
+            self._policy.on_use(self._pool._index(held), self._now)
+            if self._checks:
+                self.check()
+            return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None)
+
+    def match_length(
+        self, tokens: Any, namespace: Namespace = b"", *, max_tokens: int | None = None, partial: bool = True
+    ) -> int:
+        """How many leading tokens `match` would find. Changes nothing, not even recency."""
+        array = to_int64(tokens)
+        limit = _limit(array, max_tokens)
+        with self._pool.lock:
+            ids, rows = self._find(array, canonical_namespace(namespace), limit, partial)
+        num_tokens = (len(ids) // ID_BYTES - (rows > 0)) * self._block_size + rows
+        require_non_negative(array[num_tokens:])
+        return num_tokens
+
+    def _find(self, array: TokenArray, namespace: bytes, limit: int, partial: bool) -> tuple[bytearray, int]:
+        """Ids (int32, as bytes) that match, and the rows of the last one if it is a tail, else 0."""
+        root = self._roots.get(namespace)
+        if root is None or limit < (1 if partial else self._block_size):
+            return bytearray(), 0
+        data = token_bytes(array)
+        path, node, start, child, matched = self._walk(root, data, limit * TOKEN_BYTES)
+        pieces = [n.blocks for n in path]
+        rows = 0
+        if child is not None:
+            num_whole, rest = divmod(matched, self._block_bytes)
+            rows = rest // TOKEN_BYTES if partial else 0
+            pieces.append(child.blocks[: (num_whole + (rows > 0)) * ID_BYTES])
+        elif start % self._block_bytes:  # the path ends in a leaf with a tail
+            if partial:
+                rows = start % self._block_bytes // TOKEN_BYTES
+            else:
+                pieces[-1] = pieces[-1][:-ID_BYTES]
+        elif partial and node.num_children and start < limit * TOKEN_BYTES:
+            child, matched = self._closest(node, data[start : limit * TOKEN_BYTES])
+            if child is not None:
+                rows = matched // TOKEN_BYTES
+                pieces.append(child.blocks[:ID_BYTES])
+        return bytearray().join(pieces), rows
+
+    def _walk(
+        self, root: Root, data: memoryview, stop: int
+    ) -> tuple[list[Node], Node, int, Node | None, int]:
+        """Follow `data[:stop]` (bytes of int64 tokens) from a root.
+
+        Returns:
+            The nodes passed whole; the last of them (or the root); where it ends, in bytes; and if the request
+            goes on into one of its children for at least a block but not for its whole edge, this child and
+            how many bytes of its edge match, else None and 0.
+        """
+        block_bytes, hash_block, seed = self._block_bytes, self._hash, root.seed
+        path: list[Node] = []
+        node: Node = root
+        start = 0
+        while True:
+            first_end = start + block_bytes
+            if first_end > stop or not node.children:
+                return path, node, start, None, 0
+            child = node.children.get(hash_block(data[start:first_end], seed))
+            while child is not None:  # more than one round only if hashes collide
+                edge = child.edge
+                end = start + len(edge)
+                if end <= stop and edge == data[start:end]:
+                    path.append(child)
+                    node = child
+                    start = end
+                    break
+                if edge.startswith(data[start:first_end]):
+                    return path, node, start, child, _common_bytes(edge, data[start:stop])
+                child = child.next
+            else:
+                return path, node, start, None, 0
+
+    def _closest(self, node: Node, rest: memoryview) -> tuple[Node | None, int]:
+        """The child whose first block shares most leading tokens with `rest`, and how many bytes; or None, 0.
+
+        Not more than its first block is compared: whole blocks are found by their hash before.
+        """
+        rest = rest[: self._block_bytes]
+        if node.num_children == 1:
+            child = self._only_child(node)
+            common = _common_bytes(child.edge, rest)
+            return (child, common) if common else (None, 0)
+        index = self._index_of(node)
+        key = _sort_key(rest)
+        # Whoever shares most with `key` stands next to where it would be.
+        at = index.bisect_left(key)
+        best, longest = None, 0
+        for i in (at - 1, at):
+            if 0 <= i < len(index):
+                other, child = index.peekitem(i)
+                common = _common_key_bytes(key, other)
+                if common > longest:
+                    best, longest = child, common
+        return best, longest
+
+    # -- inserting -------------------------------------------------------------------------------------------
+
+    def insert(self, tokens: Any, blocks: Any, namespace: Namespace = b"") -> InsertResult:
+        """Make a computed prefix visible to others.
+
+        The tree takes references of its own on the blocks it keeps; the caller keeps theirs. A block whose
+        tokens the tree already has is a duplicate: the caller's reference moves to the tree's block, which the
+        returned table names instead. This also holds for a partly filled last block that is a prefix of a
+        cached one. The other way round, a fuller last block replaces a cached tail with the same leading tokens:
+        the tree lets go of the tail. Counts as a use of the whole path.
+
+        One exception keeps references from rising along a path: if some block was replaced, then from the first
+        new block on that others (a fork) hold too, nothing is cached; they do not hold the replacement.
+
+        Args:
+            tokens: The tokens from position 0 on whose KV is written.
+            blocks: Their `ceil(len(tokens) / block_size)` blocks, each held by the caller.
+            namespace: What must be equal beside the tokens.
+
+        Raises:
+            InvalidRequestError: The number of blocks is wrong, one is not held by the caller, is named twice, or
+                is cached under other tokens. Nothing is changed.
+        """
+        array = to_int64(tokens)
+        given = as_block_ids(blocks)
+        num_needed = -(-len(array) // self._block_size)
+        if len(given) != num_needed:
+            raise InvalidRequestError(
+                f"{len(array)} tokens fill {num_needed} blocks of {self._block_size}, got {len(given)}"
+            )
+        canonical = canonical_namespace(namespace)
+        if not num_needed:
+            return InsertResult(given, 0, 0, 0)
+        with self._pool.lock:
+            result = self._insert(array, given, canonical)
+            if self._checks:
+                self.check()
+            return result
+
+    def _insert(self, array: TokenArray, given: BlockIds, namespace: bytes) -> InsertResult:
+        pool, block_bytes = self._pool, self._block_bytes
+        refs = pool.check_held(given)
+        data = token_bytes(array)
+        stop = len(data)
+        root = self._roots.get(namespace)
+        fresh_root = root is None
+        if root is None:
+            root = Root(namespace, self._next_serial())
+        path, node, start, child, matched = self._walk(root, data, stop)
+
+        # Where the tree's knowledge ends (`known`, in bytes), and which of its blocks cover that (`have`).
+        pieces = [n.blocks for n in path]
+        grows: Node | None = None  # a leaf that is continued in place
+        known = start + matched
+        if child is not None:
+            # If the request ends here, its tail is a prefix of a cached block and covered too.
+            num = matched // block_bytes if known < stop else -(-matched // block_bytes)
+            pieces.append(child.blocks[: num * ID_BYTES])
+        elif start == stop:
+            pass
+        elif not node.num_children and node is not root:
+            grows = node
+            if start % block_bytes:
+                pieces[-1] = pieces[-1][:-ID_BYTES]  # its tail will be replaced
+        elif node.num_children and (node.tails or stop - start < block_bytes):
+            near, common = self._closest(node, data[start:])
+            if near is not None and common == stop - start:  # a tail that is a prefix
+                pieces.append(near.blocks[:ID_BYTES])
+                known = stop
+            elif near is not None and common == len(near.edge):  # a shorter tail
+                grows = near
+                known = start + common
+        have = np.frombuffer(bytearray().join(pieces), np.int32)
+
+        # Blocks of the caller that the tree has already.
+        num_have = len(have)
+        result = given
+        replaced = np.empty(0, np.int32)
+        replacing = replaced
+        if num_have and have.tobytes() != given[:num_have].tobytes():
+            differ = np.flatnonzero(have != given[:num_have])
+            replaced, replacing = given[differ], have[differ]
+            result = np.concatenate((have, given[num_have:]))
+
+        # New blocks: not cached elsewhere, except a tail that grows within its block.
+        fresh = given[num_have:]
+        old_tail = -1
+        if grows is not None and known % block_bytes:
+            old_tail = _last_block(grows)
+        same_block = len(fresh) > 0 and fresh.item(0) == old_tail
+        unknown = fresh[1:] if same_block else fresh
+        if len(unknown):
+            cached = pool._rows[unknown] > 0
+            if np.count_nonzero(cached):
+                block = int(unknown[cached.argmax()])
+                raise InvalidRequestError(f"block {block} is cached already, under other tokens")
+        if known < stop:
+            require_non_negative(array[known // TOKEN_BYTES :])
+        if len(replaced) and len(unknown):
+            shared = refs[-len(unknown) :] > 1
+            if np.count_nonzero(shared):
+                keep = int(shared.argmax())
+                fresh = fresh[: len(fresh) - len(unknown) + keep]
+                stop = (num_have + len(fresh)) * block_bytes
+                if not len(fresh):
+                    stop = known  # nothing is left to cache
+                unknown = unknown[:keep]
+
+        # Nothing can fail from here on.
+        if len(replaced):
+            pool.retain_distinct(replacing)
+            pool.release(replaced)
+        num_new_tokens = max(stop - known, 0) // TOKEN_BYTES
+        if known < stop and len(fresh):
+            if fresh_root:
+                self._roots[namespace] = root
+            rows_of_last = (stop // TOKEN_BYTES - 1) % self._block_size + 1
+            if same_block:
+                pool.grow(old_tail, rows_of_last if len(fresh) == 1 else self._block_size)
+            if len(unknown):
+                pool.cache(unknown, self._block_size, rows_of_last)
+            if grows is not None:
+                self._grow(root, grows, data[known:stop], fresh, old_tail, same_block)
+            else:
+                if child is not None:
+                    node = self._split(root, child, matched // block_bytes)
+                begin = start + matched - matched % block_bytes
+                self._add_child(root, node, bytearray(data[begin:stop]), bytearray(fresh.tobytes()))
+            self._policy.on_insert(pool._index(fresh), self._now + 1)
+        else:
+            unknown = unknown[:0]
+            num_new_tokens = 0
+        self._now += 1
+        if num_have:
+            self._policy.on_use(pool._index(have), self._now)
+        return InsertResult(result, len(unknown), len(replaced), num_new_tokens)
+
+    def _grow(
+        self, root: Root, leaf: Node, more: memoryview, fresh: BlockIds, old_tail: int, same_block: bool
+    ) -> None:
+        """Continue a leaf in place, behind its last token; `fresh` starts with the block of that position."""
+        self._unpark(leaf)
+        was_tail_only = len(leaf.edge) < self._block_bytes
+        parent = leaf.parent
+        assert parent is not None
+        key = _sort_key(leaf.edge[: self._block_bytes]) if was_tail_only and parent.index is not None else b""
+        if old_tail >= 0:
+            del leaf.blocks[-ID_BYTES:]
+            if not same_block:
+                self._pool.uncache(old_tail)
+        leaf.edge += more
+        leaf.blocks += fresh.tobytes()
+        if was_tail_only:
+            if parent.index is not None:
+                del parent.index[key]
+                parent.index[_sort_key(leaf.edge[: self._block_bytes])] = leaf
+            if len(leaf.edge) >= self._block_bytes:
+                assert parent.tails is not None
+                del parent.tails[leaf.serial]
+                self._link(root, parent, leaf)
+        if leaf.entry is None:
+            self._order.add(leaf, self._now + 1)
+
+    def _add_child(self, root: Root, parent: Node, edge: bytearray, blocks: bytearray) -> None:
+        child = Node(parent, edge, blocks, self._next_serial())
+        self._link(root, parent, child)
+        parent.num_children += 1
+        if parent.index is not None:
+            parent.index[_sort_key(edge[: self._block_bytes])] = child
+        self._num_nodes += 1
+        self._num_leaves += 1
+        self._order.add(child, self._now + 1)
+
+    def _split(self, root: Root, node: Node, num_blocks: int) -> Node:
+        """Cut a node after `num_blocks` of its blocks; the new upper part. The lower part stays `node`."""
+        at = num_blocks * self._block_bytes
+        upper = Node(node.parent, node.edge[:at], node.blocks[: num_blocks * ID_BYTES], self._next_serial())
+        self._replace_child(node, upper)
+        node.edge = node.edge[at:]  # a copy: pieces must not hold the whole
+        node.blocks = node.blocks[num_blocks * ID_BYTES :]
+        node.parent = upper
+        upper.num_children = 1
+        self._link(root, upper, node)
+        self._num_nodes += 1
+        return upper
+
+    # -- evicting --------------------------------------------------------------------------------------------
+
+    def evict(self, num_blocks: int) -> int:
+        """Free cached blocks that nobody holds, worst first, from the ends of the leaves.
+
+        Returns:
+            Blocks freed: exactly `num_blocks`, or all evictable ones if there are fewer.
+        """
+        if num_blocks < 0:
+            raise InvalidRequestError(f"cannot evict {num_blocks} blocks")
+        with self._pool.lock:
+            self._refile_woken()
+            order, priority, refs = self._order, self._policy.priority, self._pool._refs
+            freed = 0
+            while freed < num_blocks and len(order):
+                leaf = order.first()
+                ids = np.frombuffer(leaf.blocks[-ID_BYTES * (num_blocks - freed) :], np.int32)
+                last = ids.item(-1)
+                now = priority.item(last)
+                if refs[last] > 1:
+                    order.pop_first()
+                    self._park(leaf, last)
+                    continue
+                bound = order.second_priority()
+                if now > bound:
+                    order.pop_first()
+                    order.add(leaf, now)
+                    continue
+                # The leaf stays first while its last block is not above the second leaf. Blocks are compared
+                # all at once; the run that may go ends at the leaf's end.
+                may_go = refs[ids] == 1
+                may_go &= priority[ids] <= bound
+                num = int(np.count_nonzero(may_go))
+                if num < len(ids):
+                    num = int(may_go[::-1].argmin())
+                    ids = ids[len(ids) - num :]
+                self._trim(leaf, ids)
+                freed += num
+            self._num_evicted += freed
+            if self._checks:
+                self.check()
+            return freed
+
+    def allocate(self, n: int) -> BlockIds:
+        """`pool.allocate(n)`, after evicting what is missing.
+
+        Raises:
+            OutOfBlocksError: Free and evictable blocks together are too few. Nothing is changed.
+        """
+        with self._pool.lock:
+            missing = n - self._pool.num_free
+            if missing > 0:
+                if missing > self.num_evictable_blocks:
+                    raise OutOfBlocksError(n, self._pool.num_free, self.num_evictable_blocks)
+                self.evict(missing)
+            return self._pool.allocate(n)
+
+    def clear(self, namespace: Namespace = None) -> int:
+        """Drop everything, or everything of one namespace; all or nothing.
+
+        Args:
+            namespace: None for all. (To clear only the default namespace, pass `b""`.)
+
+        Returns:
+            Blocks freed.
+
+        Raises:
+            InvalidRequestError: Somebody else still holds a block of it. Nothing is changed.
+        """
+        with self._pool.lock:
+            if namespace is None:
+                roots = list(self._roots.values())
+            else:
+                root = self._roots.get(canonical_namespace(namespace))
+                roots = [] if root is None else [root]
+            nodes = [node for root in roots for node in _below(root)]
+            ids = np.frombuffer(bytearray().join([node.blocks for node in nodes]), np.int32)
+            held = np.count_nonzero(self._pool._refs[ids] > 1)
+            if held:
+                raise InvalidRequestError(f"{held} cached blocks are in use: release them, then clear")
+            for node in nodes:
+                if node.entry is not None:
+                    self._order.remove(node)
+                self._unpark(node)
+                self._num_leaves -= node.num_children == 0
+            self._num_nodes -= len(nodes)
+            for root in roots:
+                del self._roots[root.namespace]
+            if len(ids):
+                self._pool.drop_idle(ids, int(self._pool._rows[ids].sum(dtype=np.int64)))
+            if self._checks:
+                self.check()
+            return len(ids)
+
+    def drop_evictable(self, namespace_filter: Callable[[bytes], bool] | None = None) -> int:
+        """Drop all that nobody else holds.
+
+        Args:
+            namespace_filter: Which canonical namespaces (see `canonical_namespace`) to empty; None for all.
+
+        Returns:
+            Blocks freed.
+        """
+        with self._pool.lock:
+            self._refile_woken()
+            freed = 0
+            for root in list(self._roots.values()):
+                if namespace_filter is not None and not namespace_filter(root.namespace):
+                    continue
+                leaves = [node for node in _below(root) if node.num_children == 0]
+                while leaves:
+                    leaf = leaves.pop()
+                    ids = np.frombuffer(bytearray(leaf.blocks), np.int32)
+                    may_go = self._pool._refs[ids] == 1
+                    num = len(ids) if may_go.all() else int(may_go[::-1].argmin())
+                    if num:
+                        parent = leaf.parent
+                        self._trim(leaf, ids[len(ids) - num :])
+                        freed += num
+                        if num == len(ids) and parent is not None and parent.entry is not None:
+                            leaves.append(parent)  # it has become a leaf
+            if self._checks:
+                self.check()
+            return freed
+
+    def _trim(self, leaf: Node, ids: BlockIds) -> None:
+        """Free the last blocks of a leaf, `ids`, and the leaf itself if nothing is left."""
+        keep = len(leaf.blocks) - len(ids) * ID_BYTES
+        keep_bytes = keep // ID_BYTES * self._block_bytes
+        num_tokens = (len(leaf.edge) - keep_bytes) // TOKEN_BYTES
+        if keep:
+            # Its entry in the order is now too low at worst, and will be corrected when it comes up.
+            del leaf.edge[keep_bytes:]
+            del leaf.blocks[keep:]
+        else:
+            self._order.remove(leaf)
+            self._remove_leaf(leaf)
+        self._pool.drop_idle(ids, num_tokens)
+
+    def _remove_leaf(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        self._unlink(leaf)
+        leaf.parent = None
+        parent.num_children -= 1
+        self._num_nodes -= 1
+        self._num_leaves -= 1
+        if parent.num_children == 0:
+            if isinstance(parent, Root):
+                del self._roots[parent.namespace]
+            else:
+                parent.index = None
+                self._num_leaves += 1
+                last = _last_block(parent)
+                self._order.add(parent, self._policy.priority.item(last))
+        elif parent.num_children == 1:
+            parent.index = None
+            if not isinstance(parent, Root):
+                self._merge(parent)
+
+    def _merge(self, node: Node) -> None:
+        """Let the only child of a node absorb it, if together they are short."""
+        child = self._only_child(node)
+        if len(node.edge) + len(child.edge) > MERGE_BYTES:
+            return
+        child.edge = node.edge + child.edge
+        child.blocks = node.blocks + child.blocks
+        child.parent = node.parent
+        self._replace_child(node, child)
+        node.parent = None
+        self._num_nodes -= 1
+
+    def _park(self, leaf: Node, last: int) -> None:
+        leaf.parked = True
+        self._parked[last] = leaf
+        self._pool.watch(last)
+
+    def _unpark(self, leaf: Node) -> None:
+        if leaf.parked:
+            leaf.parked = False
+            last = _last_block(leaf)
+            del self._parked[last]
+            self._pool.unwatch(last)
+
+    def _refile_woken(self) -> None:
+        for block in self._pool.take_woken():
+            leaf = self._parked.get(block)
+            if leaf is not None:
+                self._unpark(leaf)
+                self._order.add(leaf, self._policy.priority.item(block))
+
+    # -- links between nodes ---------------------------------------------------------------------------------
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _link(self, root: Root, parent: Node, child: Node) -> None:
+        """Make a child findable: by the hash of its first block, or among the tails if it has no whole one."""
+        if len(child.edge) < self._block_bytes:
+            if parent.tails is None:
+                parent.tails = {}
+            parent.tails[child.serial] = child
+            return
+        child.hash = self._hash(memoryview(child.edge)[: self._block_bytes], root.seed)
+        child.next = parent.children.get(child.hash)
+        parent.children[child.hash] = child
+
+    def _unlink(self, child: Node) -> None:
+        parent = child.parent
+        assert parent is not None
+        if parent.index is not None:
+            del parent.index[_sort_key(child.edge[: self._block_bytes])]
+        if len(child.edge) < self._block_bytes:
+            assert parent.tails is not None
+            del parent.tails[child.serial]
+            return
+        head = parent.children[child.hash]
+        if head is child:
+            if child.next is None:
+                del parent.children[child.hash]
+            else:
+                parent.children[child.hash] = child.next
+        else:
+            while head.next is not child:
+                assert head.next is not None
+                head = head.next
+            head.next = child.next
+        child.next = None
+
+    def _replace_child(self, old: Node, new: Node) -> None:
+        """Put `new`, which starts with the same whole block, in the place of `old` below the parent of `old`."""
+        parent = old.parent
+        assert parent is not None
+        new.hash = old.hash
+        new.next = old.next
+        old.next = None
+        head = parent.children[old.hash]
+        if head is old:
+            parent.children[old.hash] = new
+        else:
+            while head.next is not old:
+                assert head.next is not None
+                head = head.next
+            head.next = new
+        if parent.index is not None:
+            parent.index[_sort_key(new.edge[: self._block_bytes])] = new
+
+    def _only_child(self, node: Node) -> Node:
+        return next(iter((node.children or node.tails or {}).values()))
+
+    def _index_of(self, node: Node) -> SortedDict[bytes, Node]:
+        if node.index is None:
+            # Built when it is first needed: a tree that is only asked for whole blocks never pays for it.
+            node.index = SortedDict((_sort_key(c.edge[: self._block_bytes]), c) for c in _children(node))
+        return node.index
+
+    # -- inspection ------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[NodeInfo]:
+        """Copies of all nodes, parents before children. Meant for inspection while nobody changes the tree."""
+        for root in list(self._roots.values()):
+            todo = [(child, 0) for child in _children(root)]
+            while todo:
+                node, start = todo.pop()
+                tokens = np.frombuffer(bytes(node.edge), np.int64)
+                ids = np.frombuffer(bytes(node.blocks), np.int32)
+                yield NodeInfo(root.namespace, start, tokens, ids, node.num_children)
+                todo += [(child, start + len(tokens)) for child in _children(node)]
+
+    def content_hashes(self, tokens: Any, namespace: Namespace = b"") -> list[bytes]:
+        """Chained 128-bit content addresses of the whole blocks of `tokens`; see `ContentHasher`."""
+        return hashing.content_hashes(tokens, self._block_size, namespace)
+
+    def check(self) -> None:
+        """Raise `CacheCorruptionError`, with values, at the first invariant broken. For tests."""
+        with self._pool.lock:
+            self._pool.check()
+            self._check_nodes()
+            if self.num_cached_blocks != self.num_evictable_blocks + self.num_pinned_blocks:
+                raise CacheCorruptionError("tree invariant 6: cached != evictable + pinned")
+
+    def _check_nodes(self) -> None:
+        pool, priority = self._pool, self._policy.priority
+        owner: dict[int, int] = {}
+        num_nodes = num_leaves = 0
+        num_filed = num_parked = 0
+        woken = set(pool._woken)
+        for root in self._roots.values():
+            if root.num_children == 0 or root.edge or root.blocks:
+                raise CacheCorruptionError(
+                    f"tree invariant 4: root {root.namespace!r} has no child, or blocks"
+                )
+            self._check_children(root, root)
+            for node in _below(root):
+                num_nodes += 1
+                ids = np.frombuffer(bytes(node.blocks), np.int32)
+                num_tokens, rest = divmod(len(node.edge), TOKEN_BYTES)
+                where = f"node {node.serial} with blocks {ids.tolist()[:8]}"
+                if rest or not len(ids) or len(ids) != -(-num_tokens // self._block_size):
+                    raise CacheCorruptionError(f"tree invariant 4: {where} has {num_tokens} tokens")
+                if node.num_children and num_tokens % self._block_size:
+                    raise CacheCorruptionError(f"tree invariant 4: {where} has a tail and children")
+                for block in ids.tolist():
+                    if owner.setdefault(block, node.serial) != node.serial:
+                        raise CacheCorruptionError(f"tree invariant 1: block {block} is on two edges")
+                if len(set(ids.tolist())) != len(ids):
+                    raise CacheCorruptionError(f"tree invariant 1: {where} names a block twice")
+                rows = np.full(len(ids), self._block_size)
+                rows[-1] = (num_tokens - 1) % self._block_size + 1
+                if (pool._rows[ids] != rows).any():
+                    raise CacheCorruptionError(f"tree invariant 1: {where}: the pool has other rows cached")
+                parent = node.parent
+                assert parent is not None
+                above = parent.blocks[-ID_BYTES:]
+                chain = np.frombuffer(bytes(above + node.blocks), np.int32)
+                if (np.diff(pool._refs[chain]) > 0).any():
+                    raise CacheCorruptionError(
+                        f"tree invariant 2: {where}: references rise, {pool._refs[chain].tolist()[:8]}"
+                    )
+                if self.policy == "lru" and (np.diff(priority[chain]) > 0).any():
+                    raise CacheCorruptionError(
+                        f"lru: {where}: last use rises, {priority[chain].tolist()[:8]}"
+                    )
+                self._check_children(root, node)
+                last = int(ids[-1])
+                if node.num_children:
+                    if node.entry is not None or node.parked:
+                        raise CacheCorruptionError(f"tree invariant 5: {where} is filed, but no leaf")
+                    continue
+                num_leaves += 1
+                num_filed += node.entry is not None
+                num_parked += node.parked
+                if (node.entry is None) != node.parked:
+                    raise CacheCorruptionError(f"tree invariant 5: leaf {where} is not filed once")
+                if node.entry is not None and (node.entry[2] is not node or node.entry[0] > priority[last]):
+                    raise CacheCorruptionError(
+                        f"tree invariant 5: leaf {where} is filed under {node.entry[0]}"
+                    )
+                if node.parked and (
+                    self._parked.get(last) is not node or not (pool._watched[last] or last in woken)
+                ):
+                    raise CacheCorruptionError(f"tree invariant 5: leaf {where} is parked, but not watched")
+        if len(owner) != pool._num_cached:
+            raise CacheCorruptionError(
+                f"tree invariant 1: {len(owner)} on edges, {pool._num_cached} in the pool"
+            )
+        have = (self._num_nodes, self._num_leaves, len(self._order), len(self._parked))
+        true = (num_nodes, num_leaves, num_filed, num_parked)
+        if have != true:
+            raise CacheCorruptionError(f"tree: nodes, leaves, filed, parked are {have}, recount {true}")
+
+    def _check_children(self, root: Root, node: Node) -> None:
+        children = list(_children(node))
+        if len(children) != node.num_children:
+            raise CacheCorruptionError(
+                f"node {node.serial}: {len(children)} children, counted {node.num_children}"
+            )
+        keys = sorted((_sort_key(child.edge[: self._block_bytes]), child.serial) for child in children)
+        for (first, _), (second, _) in itertools.pairwise(keys):
+            if second.startswith(first):  # in sorted order a prefix stands right before what it begins
+                raise CacheCorruptionError(
+                    f"tree invariant 3: two children of node {node.serial} start alike"
+                )
+        if node.index is not None:
+            listed = [(key, child.serial) for key, child in node.index.items()]
+            if listed != keys:
+                raise CacheCorruptionError(f"node {node.serial}: the index of its children is wrong")
+        for child in children:
+            if child.parent is not node:
+                raise CacheCorruptionError(f"node {child.serial} does not know its parent {node.serial}")
+            whole = len(child.edge) >= self._block_bytes
+            if whole == (node.tails is not None and child.serial in node.tails):
+                raise CacheCorruptionError(f"node {child.serial} is in the wrong table of node {node.serial}")
+            if whole and child.hash != self._hash(bytes(child.edge[: self._block_bytes]), root.seed):
+                raise CacheCorruptionError(f"node {child.serial} is found under a wrong hash")
+
+
+def _limit(array: TokenArray, max_tokens: int | None) -> int:
+    if max_tokens is None:
+        return len(array)
+    if max_tokens < 0:
+        raise InvalidRequestError(f"max_tokens must not be negative, got {max_tokens}")
+    return min(len(array), int(max_tokens))
+
+
+def _last_block(node: Node) -> int:
+    return int.from_bytes(node.blocks[-ID_BYTES:], sys.byteorder)
+
+
+def _children(node: Node) -> Iterator[Node]:
+    for head in node.children.values():
+        child: Node | None = head
+        while child is not None:
+            yield child
+            child = child.next
+    if node.tails:
+        yield from node.tails.values()
+
+
+def _below(root: Node) -> Iterator[Node]:
+    """All nodes under a root, parents first, without recursion."""
+    todo = list(_children(root))
+    while todo:
+        node = todo.pop()
+        yield node
+        todo += _children(node)
+
+
+def _common_bytes(edge: bytearray, data: memoryview) -> int:
+    """Length of the common prefix, in bytes, whole tokens only."""
+    size = min(len(edge), len(data))
+    if edge.startswith(data[:size]):
+        return size
+    # Double the step while all is equal, then halve it: memcmp does the bulk, numpy only the last piece.
+    low, step = 0, 1024
+    while not (low + step < size) or edge.startswith(data[low : low + step], low, low + step):
+        if low + step >= size:
+            step = size - low
+            break
+        low += step
+        step *= 2
+    while step > 4096:
+        half = step // (2 * TOKEN_BYTES) * TOKEN_BYTES
+        if edge.startswith(data[low : low + half], low, low + half):
+            low += half
+            step -= half
+        else:
+            step = half
+    ours = np.frombuffer(edge, np.int64, step // TOKEN_BYTES, low)
+    theirs = np.frombuffer(data, np.int64, step // TOKEN_BYTES, low)
+    return low + int((ours != theirs).argmax()) * TOKEN_BYTES
+
+
+def _sort_key(tokens: bytearray | memoryview) -> bytes:
+    """Bytes that sort like the tokens; a prefix of tokens has a prefix of bytes."""
+    return np.frombuffer(tokens, np.int64).astype(">i8").tobytes()
+
+
+def _common_key_bytes(a: bytes, b: bytes) -> int:
+    """Length of the common prefix of two sort keys, in bytes, whole tokens only."""
+    size = min(len(a), len(b))
+    differ = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
+    return (size - (differ.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES

@@ -1,0 +1,126 @@
+"""Token sequences from whatever the caller has, without a copy where none is needed."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.core.errors import InvalidRequestError
+
+TokenArray = npt.NDArray[np.int64]
+
+TOKEN_BYTES = 8
+_INT64 = np.dtype(np.int64)
+_INT64_MAX = np.iinfo(np.int64).max
+
+
+def as_tokens(tokens: Any) -> TokenArray:
+    """Token ids as a one-dimensional C-contiguous int64 array.
+
+    An int64 array, a CPU int64 torch tensor and an int64 buffer are wrapped, not copied.
+
+    Args:
+        tokens: List, tuple, range, numpy array, torch tensor (any integer dtype, any device), buffer, or
+            anything else that numpy can read as integers.
+
+    Raises:
+        InvalidRequestError: Not one-dimensional, not integers, negative, or beyond int64.
+    """
+    array = to_int64(tokens)
+    require_non_negative(array)
+    return array
+
+
+def to_int64(tokens: Any) -> TokenArray:
+    """Like `as_tokens`, without looking for negative ids.
+
+    The tree calls this: what it finds cached was checked when it was inserted, so that only the rest of a
+    request needs `require_non_negative`.
+    """
+    if type(tokens) is np.ndarray:
+        array = tokens
+    elif hasattr(tokens, "detach") and hasattr(tokens, "cpu"):  # a torch tensor, without importing torch
+        try:
+            array = tokens.detach().cpu().numpy()
+        except TypeError as error:  # a dtype that numpy has not, such as bfloat16
+            raise InvalidRequestError(f"tokens must be integers, got a tensor of {tokens.dtype}") from error
+    elif isinstance(tokens, range):
+        array = _from_range(tokens)
+    elif isinstance(tokens, (list, tuple)):
+        array = _from_items(tokens)
+    elif isinstance(tokens, (bytes, bytearray)):
+        array = np.frombuffer(tokens, np.uint8)
+    elif isinstance(tokens, str) or not (hasattr(tokens, "__array__") or _is_buffer(tokens)):
+        if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+            raise InvalidRequestError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
+        array = _from_items(list(tokens))
+    else:
+        array = np.asarray(tokens)
+
+    if array.ndim != 1:
+        hint = ": pass one row at a time" if array.ndim == 2 else ""
+        raise InvalidRequestError(f"tokens must be one-dimensional, got shape {array.shape}{hint}")
+    if array.dtype != _INT64:
+        if array.dtype.kind not in "iu":
+            raise InvalidRequestError(f"tokens must be integers, got an array of {array.dtype}")
+        if array.dtype == np.uint64 and array.size and int(array.max()) > _INT64_MAX:
+            raise InvalidRequestError(f"token {int(array.max())} does not fit into int64")
+        return array.astype(np.int64)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def require_non_negative(array: TokenArray) -> None:
+    """Raise `InvalidRequestError`, naming the first one, if there are negative token ids."""
+    if array.size and np.minimum.reduce(array) < 0:
+        at = int((array < 0).argmax())
+        raise InvalidRequestError(f"tokens must not be negative, got {int(array[at])}")
+
+
+def little_endian(array: TokenArray) -> TokenArray:
+    """The same tokens in the byte order that hashes are defined on; a copy on big-endian hosts only."""
+    return array if sys.byteorder == "little" else array.byteswap()
+
+
+def token_bytes(array: TokenArray) -> memoryview:
+    """The bytes of a contiguous, non-empty token array, not copied."""
+    view: Any = array  # numpy 1.26 does not tell type checkers that arrays are buffers
+    return memoryview(view).cast("B")
+
+
+def _is_buffer(tokens: Any) -> bool:
+    try:
+        memoryview(tokens)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_range(tokens: range) -> TokenArray:
+    if len(tokens) == 0:
+        return np.empty(0, np.int64)
+    try:
+        return np.arange(tokens.start, tokens.stop, tokens.step, dtype=np.int64)
+    except OverflowError as error:
+        raise InvalidRequestError(f"{tokens} does not fit into int64") from error
+
+
+def _from_items(items: list[Any] | tuple[Any, ...]) -> TokenArray:
+    # numpy would take True for 1 and 1.0 for 1 in a mixed list, so look at the types first.
+    kinds = set(map(type, items))
+    if not kinds <= {int}:
+        wrong = [k.__name__ for k in kinds if k in (bool, np.bool_) or not hasattr(k, "__index__")]
+        if wrong:
+            raise InvalidRequestError(f"tokens must be integers, got {', '.join(sorted(wrong))} among them")
+        try:
+            items = [operator.index(item) for item in items]
+        except TypeError as error:
+            raise InvalidRequestError(f"tokens must be integers: {error}") from error
+    try:
+        return np.array(items, dtype=np.int64)
+    except OverflowError as error:
+        raise InvalidRequestError("a token does not fit into int64") from error

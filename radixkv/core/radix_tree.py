@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -690,12 +690,20 @@ class RadixTree:
         Raises:
             InvalidRequestError: Somebody else still holds a block of it. Nothing is changed.
         """
+        return self.clear_all(None if namespace is None else [namespace])
+
+    def clear_all(self, namespaces: Iterable[Namespace] | None = None) -> int:
+        """Drop everything of several namespaces, or of all (None); all or nothing.
+
+        Returns:
+            Blocks freed.
+
+        Raises:
+            InvalidRequestError: Somebody else still holds a block of it. Nothing is changed.
+        """
+        keys = None if namespaces is None else {canonical_namespace(namespace) for namespace in namespaces}
         with self._pool.lock:
-            if namespace is None:
-                roots = list(self._roots.values())
-            else:
-                root = self._roots.get(canonical_namespace(namespace))
-                roots = [] if root is None else [root]
+            roots = [root for root in self._roots.values() if keys is None or root.namespace in keys]
             nodes = [node for root in roots for node in _below(root)]
             ids = np.frombuffer(bytearray().join([node.blocks for node in nodes]), np.int32)
             held = np.count_nonzero(self._pool._refs[ids] > 1)

@@ -1,0 +1,57 @@
+"""radixkv: a prefix-caching radix-tree KV cache for language models.
+
+The names below are loaded on first use, so `import radixkv` is quick and the parts that need no model
+(`BlockPool`, `RadixTree`, `BlockTable`) never import torch or transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BlockCopy": "radixkv.core.block_table",
+    "BlockPool": "radixkv.core.block_pool",
+    "BlockTable": "radixkv.core.block_table",
+    "CacheStats": "radixkv.observe.stats",
+    "InsertResult": "radixkv.core.radix_tree",
+    "KVLayout": "radixkv.store.layout",
+    "KVStore": "radixkv.store.kv_store",
+    "LayerLayout": "radixkv.store.layout",
+    "Lease": "radixkv.cache.prefix_cache",
+    "Match": "radixkv.core.radix_tree",
+    "PrefixCache": "radixkv.cache.prefix_cache",
+    "RadixTree": "radixkv.core.radix_tree",
+    "RequestStats": "radixkv.observe.stats",
+    "Tail": "radixkv.core.radix_tree",
+}
+
+__all__ = [*sorted(_HOME), "__version__", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        value: Any = importlib.import_module("radixkv.core.errors")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'radixkv' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
+
+
+if TYPE_CHECKING:
+    from radixkv.cache.prefix_cache import Lease, PrefixCache
+    from radixkv.core import errors
+    from radixkv.core.block_pool import BlockPool
+    from radixkv.core.block_table import BlockCopy, BlockTable
+    from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail
+    from radixkv.observe.stats import CacheStats, RequestStats
+    from radixkv.store.kv_store import KVStore
+    from radixkv.store.layout import KVLayout, LayerLayout

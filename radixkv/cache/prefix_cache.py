@@ -1,0 +1,452 @@
+"""`PrefixCache`: what is cached, where it lies, and the way a model plugs in."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from radixkv.core.block_pool import BlockPool
+from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
+from radixkv.core.namespace import Namespace, canonical_namespace
+from radixkv.core.radix_tree import Match, RadixTree
+from radixkv.core.tokens import as_tokens
+from radixkv.observe.stats import CacheStats, RequestStats, StatsRecorder
+from radixkv.store.kv_store import KVStore
+from radixkv.store.layout import KVLayout
+from radixkv.store.sizing import pick_num_blocks
+
+__all__ = ["KVSource", "Lease", "ModelPlug", "PrefixCache"]
+
+
+class KVSource(Protocol):
+    """Computed KV of one sequence, outside the pool, that `PrefixCache.commit` can store.
+
+    Attributes:
+        first_position: Positions below this one can no longer be read (a sliding layer dropped them).
+    """
+
+    first_position: int
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `start..stop`: `[num_kv_heads, stop - start, dim]` each."""
+
+
+class ModelPlug(Protocol):
+    """What the facade needs of the code that knows a model's library (see `radixkv.hf`)."""
+
+    def attach(self, model: Any, namespace: Namespace) -> None: ...
+    def detach(self) -> None: ...
+    def session(
+        self, input_ids: Any, namespace: Namespace, attention_mask: Any
+    ) -> AbstractContextManager[Any]: ...
+    def key(self, namespace: Namespace, num_tokens: int) -> bytes: ...
+    def flush(self) -> None: ...
+    def discard(self, namespace: bytes | None) -> None: ...
+    def invalidate(self) -> None: ...
+
+
+class _OwnedLock:
+    """A reentrant lock that can tell whether the calling thread holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+        self._lock.release()
+
+    @property
+    def owned(self) -> bool:
+        return self._owner == threading.get_ident()
+
+
+class Lease:
+    """A prefix that stays cached until `release()`; also a context manager.
+
+    Attributes:
+        num_tokens: Tokens pinned: the longest cached prefix of what was asked for.
+    """
+
+    def __init__(self, cache: PrefixCache, match: Match) -> None:
+        self._cache = cache
+        self._match = match
+        self.num_tokens = match.num_tokens
+
+    def release(self) -> None:
+        """Let the prefix be evicted again.
+
+        Raises:
+            InvalidRequestError: It was released before.
+        """
+        self._cache.release(self._match)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._match.released:
+            self.release()
+
+
+class PrefixCache:
+    """A prefix cache over one pool of KV blocks. Thread-safe.
+
+    Most users make one with `for_model` and wrap their loop in `attached`. Without a model it is the
+    store, tree and pool of an engine: `lookup`, `read`, `commit`.
+
+    Invariants, verified by `check()`: those of its pool and tree, and free + cached + privately held
+    blocks = all blocks.
+
+    Args:
+        layout: Shapes of the KV of the model.
+        block_size: Tokens in a block. Reuse is by token whatever the block size; it sets the grain of
+            allocation and eviction.
+        num_blocks: Size of the pool in blocks, or
+        num_tokens: in tokens, or
+        memory: `"2GiB"`, bytes, or a fraction (float) of the device's free memory. With none of the three,
+            a fifth of free host memory or half of free GPU memory.
+        policy: Eviction policy, `"lru"`.
+
+    Raises:
+        InvalidRequestError: An option makes no sense or the memory cannot be had; the message says which.
+
+    Sources: the tree follows RadixAttention (Zheng et al., SGLang, 2024, arXiv:2312.07104), blocks and
+    copy-on-write PagedAttention (Kwon et al., vLLM, 2023, arXiv:2309.06180).
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_tokens: int | None = None,
+        memory: str | int | float | None = None,
+        policy: str = "lru",
+    ) -> None:
+        size = pick_num_blocks(
+            layout, block_size, num_blocks=num_blocks, num_tokens=num_tokens, memory=memory
+        )
+        self.layout = layout
+        self.pool = BlockPool(size)
+        self.tree = RadixTree(self.pool, block_size=block_size, policy=policy)
+        self.store = KVStore(layout, size, block_size)
+        self._recorder = StatsRecorder()
+        self._evicted_before = 0
+        # One lock over pool and tree. KV is copied outside of it: a leased block does not change, and a
+        # freshly allocated one is known to nobody else.
+        self._lock = _OwnedLock()
+        self._keys_of: dict[bytes, set[bytes]] = {}
+        self._plug: ModelPlug | None = None
+
+    # -- plugging into a model ------------------------------------------------------------------------------
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_tokens: int | None = None,
+        memory: str | int | float | None = None,
+        policy: str = "lru",
+    ) -> PrefixCache:
+        """A cache with the KV shapes, dtype and device of a transformers causal LM.
+
+        The shapes are read off a forward of a few tokens, which also proves that the model can continue
+        from cached KV; its config is not trusted for this.
+
+        Raises:
+            UnsupportedModelError: KV of a prefix cannot stand for the prefix in this model (encoder-decoder,
+                recurrent or hybrid state, bidirectional attention, ...); the message says why.
+            InvalidRequestError: As the constructor.
+        """
+        # The one call upwards: the plug-in layer is found by name, so that this layer and everything below
+        # it works, and is tested, without transformers.
+        plug_in = importlib.import_module("radixkv.hf")
+        layout = plug_in.probe_model(model)
+        cache = cls(
+            layout,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            memory=memory,
+            policy=policy,
+        )
+        cache._plug = plug_in.HFPlug(cache, model)
+        return cache
+
+    def attach(self, model: Any, *, namespace: Namespace = None) -> None:
+        """Let every `model.generate()` and forward use the cache, until `detach()`.
+
+        Args:
+            model: The model the cache was made for (or a PEFT wrapper around it).
+            namespace: What must be equal, beside the tokens, for KV to be shared. Weights and active adapters
+                are taken into account without being named here.
+
+        Raises:
+            InvalidRequestError: The model is not the cache's, or is attached already.
+            UnsupportedModelError: The model changed into one that cannot be served.
+        """
+        self._need_plug().attach(model, namespace)
+
+    def detach(self) -> None:
+        """Undo `attach`: the model is as it was before.
+
+        Raises:
+            InvalidRequestError: Nothing is attached.
+        """
+        self._need_plug().detach()
+
+    @contextmanager
+    def attached(self, model: Any, *, namespace: Namespace = None) -> Iterator[PrefixCache]:
+        """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
+        plug = self._need_plug()
+        plug.attach(model, namespace)
+        try:
+            yield self
+        finally:
+            plug.detach()
+
+    def session(
+        self, input_ids: Any, *, namespace: Namespace = None, attention_mask: Any = None
+    ) -> AbstractContextManager[Any]:
+        """A transformers cache already filled with what is known of `input_ids`, for hand-written loops.
+
+        Args:
+            input_ids: `[batch, tokens]` or `[tokens]`, integers; the prompt.
+            namespace: As in `attach`.
+            attention_mask: `[batch, tokens]`, 0 on left padding; None if there is none.
+
+        Returns:
+            A context manager that gives the cache object `past`. `past.num_cached_tokens` leading columns
+            of `input_ids` are to be left out of the first forward (at least one column is never cached). What
+            was computed is stored at the end of the block, and dropped if it ends with an exception.
+
+        Raises:
+            InvalidRequestError: `input_ids` are not token ids, or the mask does not fit them.
+        """
+        return self._need_plug().session(input_ids, namespace, attention_mask)
+
+    # -- asking and steering --------------------------------------------------------------------------------
+
+    def match_length(self, tokens: Any, namespace: Namespace = None) -> int:
+        """Leading tokens whose KV is cached. Changes nothing, not even recency."""
+        array = as_tokens(tokens)
+        self._flush()
+        with self._lock:
+            return self.tree.match_length(array, self._key(namespace, len(array)))
+
+    def pin(self, tokens: Any, namespace: Namespace = None) -> Lease:
+        """Keep the cached part of `tokens` from being evicted until the lease is released."""
+        array = as_tokens(tokens)
+        self._flush()
+        return Lease(self, self.lookup(array, self._key(namespace, len(array))))
+
+    def clear(self, namespace: Namespace = None) -> int:
+        """Forget everything cached, or everything in one namespace (None: all). All or nothing.
+
+        Returns:
+            Blocks freed.
+
+        Raises:
+            InvalidRequestError: Leases or running requests still hold some of it. Nothing was changed.
+        """
+        wanted = None if namespace is None else canonical_namespace(namespace)
+        with self._lock:
+            keys = None if wanted is None else self._keys_of.get(wanted, {wanted})
+            freed = self.tree.clear_all(keys)
+            if self._plug is not None:
+                self._plug.discard(wanted)
+            return freed
+
+    def invalidate(self) -> None:
+        """Say that the weights changed in a way that cannot be seen from outside: nothing cached is used again.
+
+        Changes made by optimizers, `load_state_dict`, in-place operations and adapters are noticed without
+        this call. Requests that run meanwhile go on, and are not stored.
+        """
+        with self._lock:
+            if self._plug is not None:
+                self._plug.invalidate()
+                self._plug.discard(None)
+            self.tree.drop_evictable()
+
+    @property
+    def stats(self) -> CacheStats:
+        """A snapshot of the counters since the start or the last `reset_stats()`."""
+        self._flush()
+        with self._lock:
+            evicted = self.tree.num_evicted_blocks_total - self._evicted_before
+        return self._recorder.snapshot(evicted_blocks=evicted)
+
+    @property
+    def last_requests(self) -> tuple[RequestStats, ...]:
+        """The prompts of the most recent call, one entry for each row."""
+        return self._recorder.last_requests
+
+    def reset_stats(self) -> None:
+        """Start counting from zero; what is cached stays."""
+        with self._lock:
+            self._evicted_before = self.tree.num_evicted_blocks_total
+            self._recorder.reset()
+
+    def check(self) -> None:
+        """Verify the books of pool and tree.
+
+        Raises:
+            CacheCorruptionError: An invariant is broken; the message gives the values.
+        """
+        self._flush()
+        with self._lock:
+            self.pool.check()
+            self.tree.check()
+            if self.tree.num_cached_blocks > self.pool.num_held:
+                raise CacheCorruptionError(
+                    f"{self.tree.num_cached_blocks} blocks are cached, but only {self.pool.num_held} are held"
+                )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.tree.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return self.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks the tree holds, pinned ones included."""
+        return self.tree.num_cached_blocks
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens the tree holds."""
+        return self.tree.num_cached_tokens
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that nobody but the tree holds."""
+        return self.tree.num_evictable_blocks
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the pool's tensors."""
+        return self.store.num_bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixCache({self.num_blocks} blocks of {self.block_size} tokens, {self.num_cached_blocks} cached, "
+            f"{self.num_free_blocks} free)"
+        )
+
+    # -- for plug-ins and engines ---------------------------------------------------------------------------
+
+    def register_key(self, namespace: bytes, key: bytes) -> None:
+        """Note that entries of the user's `namespace` lie under the tree namespace `key` (for `clear`)."""
+        with self._lock:
+            self._keys_of.setdefault(namespace, set()).add(key)
+
+    def lookup(self, tokens: np.ndarray, key: bytes, max_tokens: int | None = None) -> Match:
+        """Match and hold the longest cached prefix; give it back with `release`."""
+        begin = time.perf_counter()
+        with self._lock:
+            match = self.tree.match(tokens, key, max_tokens=max_tokens)
+        self._recorder.add(lookup_seconds=time.perf_counter() - begin)
+        return match
+
+    def release(self, match: Match) -> None:
+        """Give a match back."""
+        with self._lock:
+            match.release()
+
+    def commit(self, tokens: np.ndarray, key: bytes, source: KVSource) -> int:
+        """Store the KV of `tokens`, as much of it as there is room for, and make it known.
+
+        Blocks that are cached already are not copied again. Evicts what is needed; blocks are visible to
+        others only once they are written. Never raises for lack of room.
+
+        Returns:
+            Tokens newly stored.
+        """
+        begin = time.perf_counter()
+        size = self.block_size
+        with self._lock:
+            match = self.tree.match(tokens, key, partial=False)
+            known = match.num_tokens
+            fresh: np.ndarray | None = None
+            if known < len(tokens) and known >= source.first_position:
+                wanted = -(-len(tokens) // size) - len(match.blocks)
+                room = min(wanted, self.pool.num_free + self.tree.num_evictable_blocks)
+                if room:
+                    tokens = tokens[: min(len(tokens), known + room * size)]
+                    fresh = self.tree.allocate(room)
+            if fresh is None:
+                match.release()
+                return 0
+            held = np.concatenate((match.take(), fresh))
+        try:
+            where = self.store.locate(held, known, len(tokens))
+            for layer, kind in enumerate(self.layout.layers):
+                if kind is not None:
+                    self.store.write(layer, where, *source.rows(layer, known, len(tokens)))
+            with self._lock:
+                result = self.tree.insert(tokens, held, key)
+                held = result.blocks
+        finally:
+            with self._lock:
+                self.pool.release(held)
+        self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=result.num_new_tokens)
+        return result.num_new_tokens
+
+    @property
+    def locked_by_me(self) -> bool:
+        """Whether this thread is inside an operation of this cache (a garbage collection may run there)."""
+        return self._lock.owned
+
+    @property
+    def recorder(self) -> StatsRecorder:
+        """Where plug-ins count what they did."""
+        return self._recorder
+
+    def _need_plug(self) -> ModelPlug:
+        if self._plug is None:
+            raise InvalidRequestError(
+                "this cache was made without a model: make it with PrefixCache.for_model(model) to plug it in"
+            )
+        return self._plug
+
+    def _flush(self) -> None:
+        if self._plug is not None:
+            self._plug.flush()
+
+    def _key(self, namespace: Namespace, num_tokens: int) -> bytes:
+        if self._plug is not None:
+            return self._plug.key(namespace, num_tokens)
+        key = canonical_namespace(namespace)
+        self.register_key(key, key)
+        return key

@@ -1,0 +1,242 @@
+"""What the rows of a filled cache hold: which tokens, under which key, and whether that can be trusted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.hf.layers import SessionLayer
+
+__all__ = ["Origin", "Session"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Under what the KV of a session was computed.
+
+    Attributes:
+        key: Namespace in the tree.
+        namespace: Canonical form of the user's namespace.
+        state: `ModelWatch.state()` at the start.
+        prompt_tokens: Of the longest row; decides the rotary regime.
+    """
+
+    key: bytes
+    namespace: bytes
+    state: tuple[int, bytes, int]
+    prompt_tokens: int
+
+
+class _RowSource:
+    """One row of the layers, as `PrefixCache.commit` reads it."""
+
+    def __init__(self, layers: Sequence[Any], row: int, pad: int) -> None:
+        self._layers = layers
+        self._row = row
+        self._pad = pad
+        bases = [layer.base for layer in layers if isinstance(layer, SessionLayer)]
+        self.first_position = max(0, max(bases) - pad)
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._layers[layer].view(
+            slice(self._row, self._row + 1), start + self._pad, stop + self._pad
+        )
+        return keys[0], values[0]
+
+
+class Session:
+    """Bookkeeping for one cache object that the plug-in filled.
+
+    The layers know how much KV there is, the session knows of which tokens: ids come from the hooks on the
+    model, crops and reorderings from the layers. If the two ever disagree, or a forward was not plain
+    (positions, mask), the session is no longer trusted and nothing of it is stored.
+
+    Args:
+        layers: One `SessionLayer` for each layer with KV, foreign layers elsewhere.
+        pads: int `[rows]`: columns of left padding.
+        ids: `[rows, columns]` tokens that the layers hold, or will hold after the forward under way.
+        filler: The id that rows are fed with after their end, and the ids that end them.
+        explicit: Opened by the user with `session(...)`, and stored only at its end.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        layers: Sequence[Any],
+        pads: np.ndarray,
+        ids: Tensor,
+        *,
+        filler: tuple[int, frozenset[int]] | None,
+        explicit: bool,
+    ) -> None:
+        self.origin = origin
+        self.layers = layers
+        self.pads = pads
+        self.explicit = explicit
+        self.closed = False
+        self.trusted = True
+        self.thread = threading.get_ident()
+        self.prompt = ids
+        self._filler = filler
+        self._chunks: list[Tensor] = []
+        self._doubt: Tensor | None = None
+        self._stored: dict[int, int] = {}
+        leader = self._kv_layers()[0]
+        leader.book = self
+
+    def _kv_layers(self) -> list[SessionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SessionLayer)]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.pads)
+
+    @property
+    def columns(self) -> int:
+        """Columns whose KV is present, padding included."""
+        return self._kv_layers()[0].length
+
+    @property
+    def consistent(self) -> bool:
+        """Whether every layer holds the same columns, and as many as tokens were fed."""
+        lengths = {layer.length for layer in self._kv_layers()}
+        return lengths == {sum(chunk.shape[1] for chunk in self._chunks)}
+
+    # -- told by the hooks ----------------------------------------------------------------------------------
+
+    def feed(self, ids: Tensor) -> None:
+        """A forward is about to append these tokens `[rows, q]`."""
+        self._chunks.append(ids.detach().clone())
+
+    def expect_plain(self, mask: Tensor | None, positions: Tensor | None, q: int) -> None:
+        """Compare a forward's mask and positions with what this session's padding implies.
+
+        Nothing is read back from the device now: a mismatch is remembered and looked at when storing.
+        """
+        total = self.columns + q
+        if mask is not None:
+            if mask.dim() != 2 or tuple(mask.shape) != (self.num_rows, total):
+                self.trusted = False
+                return
+            if self.pads.any():
+                pads = torch.as_tensor(self.pads, device=mask.device)[:, None]
+                wrong = ((mask != 0) != (torch.arange(total, device=mask.device) >= pads)).any()
+            else:
+                wrong = (mask == 0).any()
+            self._suspect(wrong)
+        elif self.pads.any():
+            self.trusted = False
+            return
+        if positions is not None:
+            if (
+                positions.dim() != 2
+                or positions.shape[1] != q
+                or positions.shape[0] not in (1, self.num_rows)
+            ):
+                self.trusted = False
+                return
+            expected = torch.arange(self.columns, total, device=positions.device)[None]
+            if self.pads.any():
+                expected = expected - torch.as_tensor(self.pads, device=positions.device)[:, None]
+                self._suspect(((positions != expected) & (expected >= 0)).any())
+            else:
+                self._suspect((positions != expected).any())
+        elif self.pads.any():
+            self.trusted = False
+
+    def _suspect(self, wrong: Tensor) -> None:
+        self._doubt = wrong if self._doubt is None else self._doubt | wrong
+
+    # -- told by the first layer ----------------------------------------------------------------------------
+
+    def _ids(self) -> Tensor:
+        if len(self._chunks) != 1:
+            self._chunks = [torch.cat(self._chunks, dim=1)] if self._chunks else []
+        return self._chunks[0] if self._chunks else self.prompt[:, :0]
+
+    def cropped(self, length: int) -> None:
+        self._chunks = [self._ids()[:, :length]]
+        if length == 0:
+            # Also the padding is gone: what follows may be anything.
+            self._stored.clear()
+            if self.pads.any():
+                self.trusted = False
+
+    def reordered(self, index: Tensor) -> None:
+        self._chunks = [chunk.index_select(0, index.to(chunk.device)) for chunk in self._chunks]
+        self.pads = self.pads[index.cpu().numpy()]
+        self._stored.clear()
+
+    def expanded(self, repeats: int) -> None:
+        self._chunks = [chunk.repeat_interleave(repeats, dim=0) for chunk in self._chunks]
+        self.prompt = self.prompt.repeat_interleave(repeats, dim=0)
+        self.pads = self.pads.repeat(repeats)
+        self._stored.clear()
+
+    def expand(self, repeats: int) -> None:
+        """Repeat every row in all layers, as `generate()` does for beams and `num_return_sequences`."""
+        for layer in self._kv_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    # -- storing --------------------------------------------------------------------------------------------
+
+    def commit(self, cache: PrefixCache, state: tuple[int, bytes, int], storable: Any) -> None:
+        """Store what is new since the last time.
+
+        Args:
+            cache: Where to.
+            state: `ModelWatch.state()` now; if it differs from the start, nothing is stored.
+            storable: `RopeRule.storable`.
+        """
+        if not self.trusted or self.columns == 0:
+            return
+        if state != self.origin.state or not self.consistent:
+            self.trusted = False
+            return
+        if self._doubt is not None:
+            if bool(self._doubt):
+                self.trusted = False
+                return
+            self._doubt = None
+        kinds = {
+            (layer.keys.dtype, layer.keys.device) for layer in self._kv_layers() if layer.keys is not None
+        }
+        if kinds != {(cache.layout.dtype, cache.layout.device)}:
+            self.trusted = False
+            cache.recorder.record_bypass("dtype")
+            return
+        ids = self._ids().cpu().numpy().astype(np.int64, copy=False)
+        for row, pad in enumerate(self.pads.tolist()):
+            tokens = self._without_filler(ids[row, pad:], self.prompt.shape[1] - pad)
+            tokens = tokens[: storable(self.origin.prompt_tokens, len(tokens))]
+            if len(tokens) and self._stored.get(row) != len(tokens):
+                cache.commit(np.ascontiguousarray(tokens), self.origin.key, _RowSource(self.layers, row, pad))
+                self._stored[row] = len(tokens)
+
+    def _without_filler(self, tokens: np.ndarray, prompt: int) -> np.ndarray:
+        """Leave out what a finished row was fed while others went on."""
+        if self._filler is None:
+            return tokens
+        pad, ends = self._filler
+        stop = len(tokens)
+        while stop > prompt and tokens[stop - 1] == pad:
+            stop -= 1
+        if stop < len(tokens) and pad in ends:
+            stop += 1  # the first one was the end token itself
+        return tokens[:stop]
+
+    def close(self) -> None:
+        """Let go of everything; the layers refuse further use."""
+        self.closed = True
+        self.trusted = False
+        for layer in self._kv_layers():
+            layer.book = self
+            layer._keys = layer._values = None
+        self._chunks = []

@@ -1,0 +1,174 @@
+"""Which models can be served, and what their KV looks like: asked of the model, not of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
+from radixkv.hf.compat import DynamicCache, ForwardCall, fresh_layers, layer_window, text_config
+from radixkv.store.layout import KVLayout, LayerLayout
+
+__all__ = ["check_supported", "probe_model", "unwrap_model"]
+
+_PROBE_TOKENS = 7
+_PROBE_CUT = 4
+
+
+def unwrap_model(model: Any) -> Any:
+    """The transformers causal LM inside a PEFT wrapper, or the model itself.
+
+    Raises:
+        InvalidRequestError: It is no transformers model.
+        UnsupportedModelError: It is compiled, or has no head.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            "a torch.compile'd model is not supported, because each hit changes the shapes: pass the original model"
+        )
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if (
+        not isinstance(inner, torch.nn.Module)
+        or not hasattr(inner, "base_model")
+        or not hasattr(inner, "config")
+    ):
+        raise InvalidRequestError(f"expected a transformers model, got {type(model).__name__}")
+    if inner.base_model is inner:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} has no language-model head: load it with AutoModelForCausalLM"
+        )
+    return inner
+
+
+def check_supported(model: Any) -> None:
+    """Refuse what is known to be wrong without running the model.
+
+    Args:
+        model: From `unwrap_model`.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    name = type(model).__name__
+    config = text_config(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder: its decoder's KV depends on the encoder's input"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps a recurrent state, which cannot be cut at a prefix")
+    if (
+        getattr(config, "use_bidirectional_attention", False) is True
+        or getattr(config, "is_causal", True) is False
+    ):
+        raise UnsupportedModelError(
+            f"{name} attends in both directions: KV of a prefix depends on what follows"
+        )
+    dynamic = getattr(model, "_supports_default_dynamic_cache", None)
+    if callable(dynamic) and not dynamic():
+        raise UnsupportedModelError(
+            f"{name} does not use the default KV cache: its state cannot be cut at a prefix"
+        )
+    for layer in fresh_layers(model):
+        layer_window(layer)
+    ForwardCall(model.base_model)
+
+
+def probe_model(model: Any) -> KVLayout:
+    """Shapes of the KV of a model, read off forwards over a few tokens.
+
+    The same tokens are run at once and in two parts. A model whose logits differ then does not really
+    continue from cached KV (some ignore the cache without a word), and is refused.
+
+    Raises:
+        InvalidRequestError: No transformers model, or one without weights (meta device).
+        UnsupportedModelError: The model cannot be served; the message says why.
+    """
+    inner = unwrap_model(model)
+    check_supported(inner)
+    parameter = next(inner.parameters())
+    if parameter.device.type == "meta":
+        raise InvalidRequestError("the model is on the meta device, without weights: load it first")
+    vocab = int(text_config(inner).vocab_size)
+    ids = (torch.arange(_PROBE_TOKENS, device=parameter.device) * 7 + 1).remainder(vocab)[None]
+
+    with _quiet_eval(inner):
+        try:
+            whole, cache = _run(inner, ids, None)
+            _, part_cache = _run(inner, ids[:, :_PROBE_CUT], None)
+            parts, part_cache = _run(inner, ids[:, _PROBE_CUT:], part_cache)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(inner).__name__} failed on a plain forward with a KV cache: {error}"
+            ) from error
+    if min(_length(cache), _length(part_cache)) < _PROBE_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} did not fill the KV cache it was given: there is nothing to reuse in this model"
+        )
+    whole, parts = (logits[0, -1].double() for logits in (whole, parts))
+    spread = float((whole - whole.mean()).norm()) or 1.0
+    error_share = float((whole - parts).norm()) / spread
+    # Low precision differs by rounding, and mixture-of-experts routing amplifies it; ignoring the cache gives ~1.
+    if not error_share < (0.1 if parameter.dtype in (torch.float32, torch.float64) else 0.5):
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} gives other logits when it continues from its own KV cache (relative "
+            f"difference {error_share:.2g}): KV of a prefix does not stand for the prefix in this model"
+        )
+    return _layout_of(inner, cache)
+
+
+def _layout_of(model: Any, cache: Any) -> KVLayout:
+    layers: list[LayerLayout | None] = []
+    kinds: set[tuple[torch.dtype, torch.device]] = set()
+    for layer in cache.layers:
+        window = layer_window(layer)
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or keys.dim() != 4:
+            layers.append(None)
+            continue
+        layers.append(LayerLayout(keys.shape[1], keys.shape[3], values.shape[3], window))
+        kinds |= {(keys.dtype, keys.device), (values.dtype, values.device)}
+        if values.shape[1] != keys.shape[1]:
+            raise UnsupportedModelError(
+                "a layer with different numbers of key and value heads is not supported"
+            )
+    if len(kinds) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps KV of several dtypes or on several devices ({sorted(map(str, kinds))}): "
+            "one pool cannot hold it yet"
+        )
+    ((dtype, device),) = kinds
+    return KVLayout(tuple(layers), dtype, device)
+
+
+def _run(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    name = ForwardCall(model).cache_name
+    cache = DynamicCache(config=text_config(model)) if cache is None else cache
+    with torch.no_grad():
+        out = model(input_ids=ids, use_cache=True, **{name: cache})
+    return out.logits, cache
+
+
+def _length(cache: Any) -> int:
+    lengths = [
+        int(layer.get_seq_length()) for layer in cache.layers if getattr(layer, "keys", None) is not None
+    ]
+    return min(lengths, default=0)
+
+
+@contextmanager
+def _quiet_eval(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode for a moment: dropout would make the two runs differ, and would consume random numbers."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,173 @@
+"""Noticing that a model computes other KV than it did before.
+
+Most changes show in version counters or in the identity of parameters. Fused optimizers and writes through
+`.data` do not; for those an optimizer hook and a small sample of every tensor's content are compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+import xxhash
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+__all__ = ["ModelWatch"]
+
+_SAMPLES = 4  # elements of each tensor that are compared
+
+_watches: weakref.WeakSet[ModelWatch] = weakref.WeakSet()
+_hook_lock = threading.Lock()
+_hook: Any = None
+
+
+def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for watch in list(_watches):
+        watch.note_step(stepped)
+
+
+class ModelWatch:
+    """Says by one small key under what weights, adapters and patches a model now runs.
+
+    `state()` gives the same value as long as nothing changed. A change of weights gives a value never seen
+    before; switching an adapter or a patch back gives the earlier value again.
+
+    Args:
+        model: The causal LM whose KV is cached.
+        ignore: Modules whose own hooks do not count (where observers sit, and our own hooks).
+    """
+
+    def __init__(self, model: torch.nn.Module, ignore: tuple[torch.nn.Module, ...]) -> None:
+        global _hook
+        self._model = model
+        self._ignore = {id(module) for module in ignore}
+        self._epoch = 0
+        self._lock = threading.Lock()
+        self._patches: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+        self._read()
+        with _hook_lock:
+            if _hook is None:
+                _hook = register_optimizer_step_post_hook(_after_optimizer_step)
+            _watches.add(self)
+
+    def state(self) -> tuple[int, bytes, int]:
+        """`(weights epoch, adapters, patches)` as of now."""
+        with self._lock:
+            if (
+                self._structure() != self._seen_structure
+                or self._versions() != self._seen_versions
+                or not self._same_content()
+            ):
+                self._epoch += 1
+                self._read()
+            return self._epoch, self._adapters(), self._patch_number()
+
+    def bump(self) -> None:
+        """Treat the weights as changed."""
+        with self._lock:
+            self._epoch += 1
+
+    def note_step(self, stepped: set[int]) -> None:
+        with self._lock:
+            if not self._tensor_ids.isdisjoint(stepped):
+                self._epoch += 1
+
+    # -- what is compared -----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        self._modules = list(self._model.modules())
+        tensors: dict[int, torch.Tensor] = {}
+        for module in self._modules:
+            skipped = module._non_persistent_buffers_set  # derived values such as rotary tables
+            buffers = (b for name, b in module._buffers.items() if name not in skipped)
+            for tensor in (*module._parameters.values(), *buffers):
+                if tensor is not None:
+                    tensors.setdefault(id(tensor), tensor)
+        # Held, so that no other object can take over an id.
+        self._tensors = list(tensors.values())
+        self._tensor_ids = set(tensors)
+        self._versioned = [t for t in self._tensors if not t.is_inference()]
+        self._tuners = [m for m in self._modules if hasattr(m, "active_adapters") and hasattr(m, "scaling")]
+        self._seen_structure = self._structure()
+        self._seen_versions = self._versions()
+        self._windows = self._sample_windows()
+        self._seen_content = self._content()
+
+    def _structure(self) -> list[int]:
+        ids: list[int] = []
+        for module in self._modules:
+            ids.extend(map(id, module._modules.values()))
+            ids.extend(map(id, module._parameters.values()))
+        return ids
+
+    def _versions(self) -> list[int]:
+        return [t._version for t in self._versioned] + [_address(t) for t in self._tensors]
+
+    def _sample_windows(self) -> list[list[torch.Tensor]]:
+        """Views of a few spread elements of each tensor, grouped by what one `cat` can join."""
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in self._tensors:
+            if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout != torch.strided:
+                continue
+            flat = tensor.detach()
+            if not flat.is_contiguous() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                continue
+            flat = flat.view(-1)
+            step = max(1, flat.numel() // _SAMPLES)
+            # Starts off the edge: first rows are often special tokens that training leaves alone.
+            window = flat[step // 2 :: step][:_SAMPLES]
+            groups.setdefault((flat.dtype, flat.device), []).append(window)
+        return list(groups.values())
+
+    def _content(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [torch.cat(group) for group in self._windows]
+
+    def _same_content(self) -> bool:
+        # Bytes, not values: NaN must equal itself.
+        return all(
+            torch.equal(now.view(torch.uint8), seen.view(torch.uint8))
+            for now, seen in zip(self._content(), self._seen_content, strict=True)
+        )
+
+    def _adapters(self) -> bytes:
+        if not self._tuners:
+            return b""
+        state = [
+            (
+                tuple(tuner.active_adapters),
+                bool(getattr(tuner, "disable_adapters", False)),
+                tuple(getattr(tuner, "merged_adapters", ())),
+                sorted((str(name), repr(scale)) for name, scale in dict(tuner.scaling).items()),
+            )
+            for tuner in self._tuners
+        ]
+        return xxhash.xxh3_128_digest(repr(state).encode())
+
+    def _patch_number(self) -> int:
+        """Which set of foreign hooks and replaced forwards inside the model is in place (0: none)."""
+        patches: list[Any] = []
+        for module in self._modules:
+            if id(module) in self._ignore:
+                continue
+            if module._forward_hooks:
+                patches.extend(module._forward_hooks.values())
+            if module._forward_pre_hooks:
+                patches.extend(module._forward_pre_hooks.values())
+            if "forward" in module.__dict__:
+                patches.append(module.__dict__["forward"])
+        if not patches:
+            return 0
+        ids = tuple(map(id, patches))
+        # The patches are kept, so that their ids stay theirs.
+        return self._patches.setdefault(ids, (len(self._patches) + 1, patches))[0]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # wrapper subclasses have no storage of their own
+        return 0

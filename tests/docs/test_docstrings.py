@@ -19,6 +19,14 @@ def test_every_public_class_has_an_entry_in_the_api_pages():
     assert set(CLASSES) <= SHOWN
 
 
+def test_every_reason_to_pass_a_call_through_is_explained():
+    from radixkv.hf import plug
+
+    table = (DOCS / "limits.md").read_text().partition("| reason |")[2].partition("\n\n")[0]
+    explained = {word for row in table.splitlines() for word in re.findall(r"`(\w+)`", row[1:].split("|")[0])}
+    assert explained == {*plug._WHY, "dtype"}
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_public_members_have_docstrings(name):
     cls = getattr(radixkv, name)

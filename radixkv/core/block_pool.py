@@ -17,6 +17,7 @@ BlockIds = npt.NDArray[np.int32]
 BlockIdsLike = int | Iterable[int] | npt.NDArray[Any]
 # What selects blocks in the per-block arrays: a slice for consecutive ids, which numpy serves several times faster.
 Index = slice | npt.NDArray[np.intp]
+LONG = 256  # ids; with fewer, looking whether they are consecutive costs more than it saves
 
 
 def checks_requested() -> bool:
@@ -129,7 +130,7 @@ class BlockPool:
                 self._stack[:top] = np.sort(self._stack[:top])[::-1]
                 self._released_since_sort = 0
             ids = ids.copy()
-            self._refs[ids] = 1
+            self._refs[self.index(ids)] = 1
             self._num_free = top - n
             if self._checks:
                 self.check()
@@ -145,13 +146,12 @@ class BlockPool:
         if not len(blocks):
             return
         with self.lock:
-            index = self._index(blocks)
+            index, refs = self._look_up(blocks)
             add: Any = 1
             if not self._is_distinct(index):
                 blocks, add = np.unique(blocks, return_counts=True)
-                index = blocks.astype(np.intp)
-            refs = self._refs[index]
-            if np.count_nonzero(refs) != len(blocks):
+                index, refs = self._look_up(blocks)
+            if np.minimum.reduce(refs) < 1:
                 free = int(blocks[(refs == 0).argmax()])
                 raise InvalidRequestError(f"block {free} is free: it cannot be retained, only allocated")
             self._hold(index, refs, add)
@@ -171,36 +171,41 @@ class BlockPool:
         if not len(blocks):
             return
         with self.lock:
-            index = self._index(blocks)
+            index, refs = self._look_up(blocks)
             take: Any = 1
             if not self._is_distinct(index):
                 blocks, take = np.unique(blocks, return_counts=True)
-                index = blocks.astype(np.intp)
-            left = self._refs[index] - take
-            rows = self._rows[index]
-            cached = rows > 0
-            if np.count_nonzero(left < cached):
-                at = int((left < cached).argmax())
-                block, kept = int(blocks[at]), bool(cached[at])
-                raise InvalidRequestError(
-                    f"block {block} has {int(self._refs[block]) - kept} references to give back"
-                    f"{' beside the one of the tree' if kept else ''}, {int(np.broadcast_to(take, len(blocks))[at])} "
-                    "were released"
-                )
-            self._refs[index] = left
-            idle = left == 1
-            idle &= cached
-            num_idle = int(np.count_nonzero(idle))
-            if num_idle:
-                self._num_idle += num_idle
-                self._idle_tokens += int(rows.sum() if num_idle == len(blocks) else rows[idle].sum())
-                if self._num_watched:
-                    self._wake(blocks[idle])
-            num_gone = len(blocks) - np.count_nonzero(left)
-            if num_gone:
-                self._push(blocks if num_gone == len(blocks) else blocks[left == 0])
+                index, refs = self._look_up(blocks)
+            left = refs - take
+            lowest = np.minimum.reduce(left)
+            if lowest >= 2:  # nothing becomes idle or free
+                self._refs[index] = left
+            else:
+                self._release(blocks, index, left, int(lowest))
             if self._checks:
                 self.check()
+
+    def _release(self, blocks: BlockIds, index: Index, left: npt.NDArray[np.int32], lowest: int) -> None:
+        rows = self._rows[index]
+        cached = rows > 0
+        if lowest < 1 and np.count_nonzero(left < cached):
+            block = int(blocks[(left < cached).argmax()])
+            kept = bool(self._rows[block])
+            raise InvalidRequestError(
+                f"block {block} is released more often than it is held: "
+                f"{int(self._refs[block]) - kept} references{' beside the one of the tree' if kept else ''}"
+            )
+        idle = left == 1
+        idle &= cached
+        self._refs[index] = left
+        num_idle = int(np.count_nonzero(idle))
+        if num_idle:
+            self._num_idle += num_idle
+            self._idle_tokens += int(np.add.reduce(rows if num_idle == len(blocks) else rows[idle]))
+            if self._num_watched:
+                self._wake(blocks[idle])
+        if lowest < 1:
+            self._push(blocks[left == 0])
 
     def check(self) -> None:
         """Raise `CacheCorruptionError`, with values, at the first invariant broken. For tests."""
@@ -255,26 +260,43 @@ class BlockPool:
             )
         self._tree = weakref.ref(tree)
 
-    def check_held(self, ids: BlockIds) -> npt.NDArray[np.int32]:
-        """References of each block, after making sure that ids are distinct and each held by a caller."""
-        index = self._index(ids)
+    def index(self, ids: BlockIds) -> Index:
+        """What selects these blocks in a per-block array; a slice only if they are consecutive and ascending.
+
+        Ids out of range make an array that numpy refuses with an IndexError.
+        """
+        n = len(ids)
+        if n > LONG and ids.item(-1) - ids.item(0) == n - 1 and _is_ascending(ids):
+            first = ids.item(0)
+            if 0 <= first <= self._num_blocks - n:
+                return slice(first, first + n)
+        return ids.view(np.uint32).astype(np.intp)  # unsigned: a negative id must not count from the end
+
+    def look_up_held(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
+        """Index and references of blocks, after making sure they are distinct and each held by a caller.
+
+        Raises:
+            InvalidRequestError: They are not.
+        """
+        index, refs = self._look_up(ids)
         if not self._is_distinct(index):
             values, counts = np.unique(ids, return_counts=True)
             raise InvalidRequestError(f"block {int(values[counts.argmax()])} is named twice")
-        refs = self._refs[index]
         held = refs > (self._rows[index] > 0)
         if np.count_nonzero(held) != len(ids):
             raise InvalidRequestError(f"block {int(ids[held.argmin()])} is not held by the caller")
-        return refs.copy() if isinstance(index, slice) else refs
+        return index, refs
 
-    def retain_distinct(self, ids: BlockIds) -> None:
-        """`retain` without looking for mistakes."""
-        index = self._index(ids)
+    def hold(self, index: Index) -> None:
+        """`retain` for distinct held blocks."""
         self._hold(index, self._refs[index], 1)
 
-    def cache(self, ids: BlockIds, rows: int, rows_of_last: int) -> None:
+    def num_held_by_others(self, index: Index) -> int:
+        """How many of these cached blocks somebody beside the tree holds."""
+        return int(np.count_nonzero(self._refs[index] > 1))
+
+    def cache(self, ids: BlockIds, index: Index, rows: int, rows_of_last: int) -> None:
         """Take the tree's reference on blocks that somebody holds and that are not cached."""
-        index = self._index(ids)
         self._refs[index] += 1
         self._rows[index] = rows
         self._rows[ids.item(-1)] = rows_of_last
@@ -302,9 +324,8 @@ class BlockPool:
             self._idle_tokens -= rows
             self._push(np.array([block], np.int32))
 
-    def drop_idle(self, ids: BlockIds, num_tokens: int) -> None:
+    def drop_idle(self, ids: BlockIds, index: Index, num_tokens: int) -> None:
         """Free cached blocks that nobody but the tree holds; `num_tokens` rows of them are filled."""
-        index = self._index(ids)
         self._refs[index] = 0
         self._rows[index] = 0
         self._num_cached -= len(ids)
@@ -331,25 +352,27 @@ class BlockPool:
 
     # -- inner -----------------------------------------------------------------------------------------------
 
-    def _index(self, ids: BlockIds) -> Index:
-        """What selects these blocks; a slice only if they are consecutive and ascending.
+    def _look_up(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
+        """Index and references of these blocks; for a slice, the references are a view.
 
         Raises:
             InvalidRequestError: An id is out of range.
         """
-        n = len(ids)
-        first, last = ids.item(0), ids.item(-1)
-        if last - first == n - 1 and first >= 0 and last < self._num_blocks and _is_ascending(ids):
-            return slice(first, last + 1)
-        if np.maximum.reduce(ids.view(np.uint32)) >= self._num_blocks:  # a negative id is a huge unsigned one
+        index = self.index(ids)
+        try:
+            return index, self._refs[index]
+        except IndexError:
             wrong = (ids < 0) | (ids >= self._num_blocks)
-            raise InvalidRequestError(f"block {int(ids[wrong.argmax()])} is not in [0, {self._num_blocks})")
-        return ids.astype(np.intp)
+            raise InvalidRequestError(
+                f"block {int(ids[wrong.argmax()])} is not in [0, {self._num_blocks})"
+            ) from None
 
     def _is_distinct(self, index: Index) -> bool:
         if isinstance(index, slice):
             return True
         n = len(index)
+        if n == 1:
+            return True
         if n > self._num_blocks:
             return False
         ramp = self._ramp[:n]
@@ -360,12 +383,12 @@ class BlockPool:
         """Add references to distinct held blocks; `refs` is what they have now."""
         if self._num_idle:
             idle = refs == 1
-            rows = self._rows[index]
-            idle &= rows > 0
-            num_idle = int(np.count_nonzero(idle))
-            if num_idle:
+            if np.count_nonzero(idle):
+                rows = self._rows[index]
+                idle &= rows > 0
+                num_idle = int(np.count_nonzero(idle))
                 self._num_idle -= num_idle
-                self._idle_tokens -= int(rows.sum() if num_idle == len(rows) else rows[idle].sum())
+                self._idle_tokens -= int(np.add.reduce(rows if num_idle == len(rows) else rows[idle]))
         self._refs[index] = refs + add
 
     def _wake(self, blocks: BlockIds) -> None:

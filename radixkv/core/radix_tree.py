@@ -13,7 +13,7 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from radixkv.core import hashing
-from radixkv.core.block_pool import BlockIds, BlockPool, as_block_ids
+from radixkv.core.block_pool import BlockIds, BlockPool, Index, as_block_ids
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
 from radixkv.core.eviction import LeafOrder, make_policy
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -115,6 +115,28 @@ class Root(Node):
         super().__init__(None, bytearray(), bytearray(), serial)
         self.namespace = namespace
         self.seed = hashing.namespace_seed(namespace)
+
+
+class _Place(NamedTuple):
+    """Where a sequence leaves what the tree knows; see `RadixTree._place`.
+
+    Attributes:
+        node: Last node passed whole, or the root.
+        child: Its child that must be split, unless nothing is left to insert; or None.
+        matched: Bytes that match of the edge of `child`.
+        grows: The leaf that is to be continued in place, or None.
+        old_tail: Block at its end that is only partly filled and will be filled further or replaced, or -1.
+        have: Blocks of the tree that hold leading blocks of the sequence.
+        known: Bytes of the sequence that the tree has, those in `old_tail` included.
+    """
+
+    node: Node
+    child: Node | None
+    matched: int
+    grows: Node | None
+    old_tail: int
+    have: BlockIds
+    known: int
 
 
 class Match:
@@ -335,9 +357,10 @@ class RadixTree:
             if not ids:
                 return Match(self, 0, np.empty(0, np.int32), None)
             held = np.frombuffer(ids, np.int32)
-            self._pool.retain_distinct(held)
+            index = self._pool.index(held)
+            self._pool.hold(index)
             self._now += 1
-            self._policy.on_use(self._pool._index(held), self._now)
+            self._policy.on_use(index, self._now)
             if self._checks:
                 self.check()
             return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None)
@@ -476,115 +499,118 @@ class RadixTree:
 
     def _insert(self, array: TokenArray, given: BlockIds, namespace: bytes) -> InsertResult:
         pool, block_bytes = self._pool, self._block_bytes
-        refs = pool.check_held(given)
         data = token_bytes(array)
-        stop = len(data)
-        root = self._roots.get(namespace)
-        fresh_root = root is None
-        if root is None:
-            root = Root(namespace, self._next_serial())
-        path, node, start, child, matched = self._walk(root, data, stop)
-
-        # Where the tree's knowledge ends (`known`, in bytes), and which of its blocks cover that (`have`).
-        pieces = [n.blocks for n in path]
-        grows: Node | None = None  # a leaf that is continued in place
-        known = start + matched
-        if child is not None:
-            # If the request ends here, its tail is a prefix of a cached block and covered too.
-            num = matched // block_bytes if known < stop else -(-matched // block_bytes)
-            pieces.append(child.blocks[: num * ID_BYTES])
-        elif start == stop:
-            pass
-        elif not node.num_children and node is not root:
-            grows = node
-            if start % block_bytes:
-                pieces[-1] = pieces[-1][:-ID_BYTES]  # its tail will be replaced
-        elif node.num_children and (node.tails or stop - start < block_bytes):
-            near, common = self._closest(node, data[start:])
-            if near is not None and common == stop - start:  # a tail that is a prefix
-                pieces.append(near.blocks[:ID_BYTES])
-                known = stop
-            elif near is not None and common == len(near.edge):  # a shorter tail
-                grows = near
-                known = start + common
-        have = np.frombuffer(bytearray().join(pieces), np.int32)
+        root = self._roots.get(namespace) or Root(namespace, self._next_serial())
+        place = self._place(root, data)
+        have, known = place.have, place.known
+        num_have = len(have)
 
         # Blocks of the caller that the tree has already.
-        num_have = len(have)
         result = given
-        replaced = np.empty(0, np.int32)
-        replacing = replaced
+        replaced = have[:0]
         if num_have and have.tobytes() != given[:num_have].tobytes():
+            pool.look_up_held(given)
             differ = np.flatnonzero(have != given[:num_have])
             replaced, replacing = given[differ], have[differ]
             result = np.concatenate((have, given[num_have:]))
+        elif num_have and pool._refs.item(have.item(-1)) < 2:  # references never rise along a path
+            raise InvalidRequestError(f"block {have.item(-1)} is not held by the caller")
 
-        # New blocks: not cached elsewhere, except a tail that grows within its block.
+        # Blocks that are new to the tree. `same` is the tail it has already, which grows within its block.
         fresh = given[num_have:]
+        old_tail = place.old_tail
+        same = int(len(fresh) > 0 and fresh.item(0) == old_tail)
+        unknown = fresh[same:]
+        index: Index = slice(0, 0)
+        if len(fresh):
+            require_non_negative(array[known // TOKEN_BYTES :])
+        if len(unknown):
+            index, refs = pool.look_up_held(unknown)
+            if np.count_nonzero(pool._rows[index]):
+                block = int(unknown[(pool._rows[index] > 0).argmax()])
+                raise InvalidRequestError(f"block {block} is cached already, under other tokens")
+            if len(replaced) and np.maximum.reduce(refs) > 1:
+                unknown = unknown[: int((refs > 1).argmax())]
+                index = pool.index(unknown)
+                fresh = fresh[: same + len(unknown)]
+        stop = min(len(data), (num_have + len(fresh)) * block_bytes)
+
+        # Nothing can fail from here on.
+        self._now += 1
+        if len(replaced):
+            pool.hold(pool.index(replacing))
+            pool.release(replaced)
+        if len(fresh):
+            rows_of_last = (stop // TOKEN_BYTES - 1) % self._block_size + 1
+            if same:
+                pool.grow(old_tail, rows_of_last if len(fresh) == 1 else self._block_size)
+                self._policy.on_use(slice(old_tail, old_tail + 1), self._now)
+            if len(unknown):
+                pool.cache(unknown, index, self._block_size, rows_of_last)
+                self._policy.on_insert(index, self._now)
+            self._roots[namespace] = root
+            if place.grows is not None:
+                self._grow(root, place.grows, data[known:stop], fresh, -1 if same else old_tail)
+            else:
+                parent = place.node
+                if place.child is not None:
+                    parent = self._split(root, place.child, place.matched // block_bytes)
+                begin = num_have * block_bytes
+                self._add_child(root, parent, bytearray(data[begin:stop]), bytearray(fresh.tobytes()))
+        if num_have:
+            self._policy.on_use(pool.index(have), self._now)
+        num_new_tokens = (stop - known) // TOKEN_BYTES if len(fresh) else 0
+        return InsertResult(result, len(unknown), len(replaced), num_new_tokens)
+
+    def _place(self, root: Root, data: memoryview) -> _Place:
+        """Where a sequence leaves what the tree knows. Changes nothing."""
+        block_bytes, stop = self._block_bytes, len(data)
+        path, node, start, child, matched = self._walk(root, data, stop)
+        pieces = [n.blocks for n in path]
+        known = start + matched
+        grows: Node | None = None
+        if child is not None:
+            # If the sequence ends here, its tail is a prefix of a cached block and covered too.
+            num = matched // block_bytes if known < stop else -(-matched // block_bytes)
+            pieces.append(child.blocks[: num * ID_BYTES])
+        elif known < stop:
+            if not node.num_children and node is not root:
+                grows = node
+            elif node.tails or (node.num_children and stop - start < block_bytes):
+                near, common = self._closest(node, data[start:])
+                if near is not None and common == stop - start:  # a tail that is a prefix
+                    pieces.append(near.blocks[:ID_BYTES])
+                    known = stop
+                elif near is not None and common == len(near.edge):  # a shorter tail
+                    grows = near
+                    known += common
         old_tail = -1
         if grows is not None and known % block_bytes:
             old_tail = _last_block(grows)
-        same_block = len(fresh) > 0 and fresh.item(0) == old_tail
-        unknown = fresh[1:] if same_block else fresh
-        if len(unknown):
-            cached = pool._rows[unknown] > 0
-            if np.count_nonzero(cached):
-                block = int(unknown[cached.argmax()])
-                raise InvalidRequestError(f"block {block} is cached already, under other tokens")
-        if known < stop:
-            require_non_negative(array[known // TOKEN_BYTES :])
-        if len(replaced) and len(unknown):
-            shared = refs[-len(unknown) :] > 1
-            if np.count_nonzero(shared):
-                keep = int(shared.argmax())
-                fresh = fresh[: len(fresh) - len(unknown) + keep]
-                stop = (num_have + len(fresh)) * block_bytes
-                if not len(fresh):
-                    stop = known  # nothing is left to cache
-                unknown = unknown[:keep]
+            if grows is node:
+                pieces[-1] = pieces[-1][:-ID_BYTES]
+        have = np.frombuffer(bytearray().join(pieces), np.int32)
+        return _Place(node, child, matched, grows, old_tail, have, known)
 
-        # Nothing can fail from here on.
-        if len(replaced):
-            pool.retain_distinct(replacing)
-            pool.release(replaced)
-        num_new_tokens = max(stop - known, 0) // TOKEN_BYTES
-        if known < stop and len(fresh):
-            if fresh_root:
-                self._roots[namespace] = root
-            rows_of_last = (stop // TOKEN_BYTES - 1) % self._block_size + 1
-            if same_block:
-                pool.grow(old_tail, rows_of_last if len(fresh) == 1 else self._block_size)
-            if len(unknown):
-                pool.cache(unknown, self._block_size, rows_of_last)
-            if grows is not None:
-                self._grow(root, grows, data[known:stop], fresh, old_tail, same_block)
-            else:
-                if child is not None:
-                    node = self._split(root, child, matched // block_bytes)
-                begin = start + matched - matched % block_bytes
-                self._add_child(root, node, bytearray(data[begin:stop]), bytearray(fresh.tobytes()))
-            self._policy.on_insert(pool._index(fresh), self._now + 1)
-        else:
-            unknown = unknown[:0]
-            num_new_tokens = 0
-        self._now += 1
-        if num_have:
-            self._policy.on_use(pool._index(have), self._now)
-        return InsertResult(result, len(unknown), len(replaced), num_new_tokens)
+    def _grow(self, root: Root, leaf: Node, more: memoryview, fresh: BlockIds, replaced_tail: int) -> None:
+        """Continue a leaf in place, behind its last token.
 
-    def _grow(
-        self, root: Root, leaf: Node, more: memoryview, fresh: BlockIds, old_tail: int, same_block: bool
-    ) -> None:
-        """Continue a leaf in place, behind its last token; `fresh` starts with the block of that position."""
+        Args:
+            root: Root of the leaf.
+            leaf: The leaf.
+            more: What follows its tokens, as bytes.
+            fresh: The blocks of `more`; the first of them takes the place of the leaf's tail, if it has one.
+            replaced_tail: That tail, to be let go, or -1 if there is none or it is in `fresh` itself.
+        """
         self._unpark(leaf)
         was_tail_only = len(leaf.edge) < self._block_bytes
         parent = leaf.parent
         assert parent is not None
         key = _sort_key(leaf.edge[: self._block_bytes]) if was_tail_only and parent.index is not None else b""
-        if old_tail >= 0:
+        if len(leaf.edge) % self._block_bytes:
             del leaf.blocks[-ID_BYTES:]
-            if not same_block:
-                self._pool.uncache(old_tail)
+        if replaced_tail >= 0:
+            self._pool.uncache(replaced_tail)
         leaf.edge += more
         leaf.blocks += fresh.tobytes()
         if was_tail_only:
@@ -596,7 +622,7 @@ class RadixTree:
                 del parent.tails[leaf.serial]
                 self._link(root, parent, leaf)
         if leaf.entry is None:
-            self._order.add(leaf, self._now + 1)
+            self._order.add(leaf, self._now)
 
     def _add_child(self, root: Root, parent: Node, edge: bytearray, blocks: bytearray) -> None:
         child = Node(parent, edge, blocks, self._next_serial())
@@ -606,7 +632,7 @@ class RadixTree:
             parent.index[_sort_key(edge[: self._block_bytes])] = child
         self._num_nodes += 1
         self._num_leaves += 1
-        self._order.add(child, self._now + 1)
+        self._order.add(child, self._now)
 
     def _split(self, root: Root, node: Node, num_blocks: int) -> Node:
         """Cut a node after `num_blocks` of its blocks; the new upper part. The lower part stays `node`."""
@@ -633,32 +659,31 @@ class RadixTree:
             raise InvalidRequestError(f"cannot evict {num_blocks} blocks")
         with self._pool.lock:
             self._refile_woken()
-            order, priority, refs = self._order, self._policy.priority, self._pool._refs
+            order, priority, pool = self._order, self._policy.priority, self._pool
             freed = 0
             while freed < num_blocks and len(order):
                 leaf = order.first()
                 ids = np.frombuffer(leaf.blocks[-ID_BYTES * (num_blocks - freed) :], np.int32)
                 last = ids.item(-1)
-                now = priority.item(last)
-                if refs[last] > 1:
+                if pool._refs.item(last) > 1:
                     order.pop_first()
                     self._park(leaf, last)
                     continue
                 bound = order.second_priority()
-                if now > bound:
+                if priority.item(last) > bound:
                     order.pop_first()
-                    order.add(leaf, now)
+                    order.add(leaf, priority.item(last))
                     continue
-                # The leaf stays first while its last block is not above the second leaf. Blocks are compared
-                # all at once; the run that may go ends at the leaf's end.
-                may_go = refs[ids] == 1
-                may_go &= priority[ids] <= bound
-                num = int(np.count_nonzero(may_go))
-                if num < len(ids):
-                    num = int(may_go[::-1].argmin())
-                    ids = ids[len(ids) - num :]
-                self._trim(leaf, ids)
-                freed += num
+                # The leaf stays first while its last block is not above the second leaf: all may go that are
+                # not, up to the first that may not. Priorities are monotone along an edge.
+                if priority.item(ids.item(0)) > bound:
+                    ids = ids[len(ids) - int((priority[ids] <= bound)[::-1].argmin()) :]
+                index = pool.index(ids)
+                if pool.num_held_by_others(index):
+                    ids = ids[len(ids) - int((pool._refs[ids] == 1)[::-1].argmin()) :]
+                    index = pool.index(ids)
+                self._trim(leaf, ids, index)
+                freed += len(ids)
             self._num_evicted += freed
             if self._checks:
                 self.check()
@@ -706,7 +731,7 @@ class RadixTree:
             roots = [root for root in self._roots.values() if keys is None or root.namespace in keys]
             nodes = [node for root in roots for node in _below(root)]
             ids = np.frombuffer(bytearray().join([node.blocks for node in nodes]), np.int32)
-            held = np.count_nonzero(self._pool._refs[ids] > 1)
+            held = self._pool.num_held_by_others(self._pool.index(ids))
             if held:
                 raise InvalidRequestError(f"{held} cached blocks are in use: release them, then clear")
             for node in nodes:
@@ -718,7 +743,8 @@ class RadixTree:
             for root in roots:
                 del self._roots[root.namespace]
             if len(ids):
-                self._pool.drop_idle(ids, int(self._pool._rows[ids].sum(dtype=np.int64)))
+                index = self._pool.index(ids)
+                self._pool.drop_idle(ids, index, int(self._pool._rows[index].sum(dtype=np.int64)))
             if self._checks:
                 self.check()
             return len(ids)
@@ -746,7 +772,8 @@ class RadixTree:
                     num = len(ids) if may_go.all() else int(may_go[::-1].argmin())
                     if num:
                         parent = leaf.parent
-                        self._trim(leaf, ids[len(ids) - num :])
+                        gone = ids[len(ids) - num :]
+                        self._trim(leaf, gone, self._pool.index(gone))
                         freed += num
                         if num == len(ids) and parent is not None and parent.entry is not None:
                             leaves.append(parent)  # it has become a leaf
@@ -754,7 +781,7 @@ class RadixTree:
                 self.check()
             return freed
 
-    def _trim(self, leaf: Node, ids: BlockIds) -> None:
+    def _trim(self, leaf: Node, ids: BlockIds, index: Index) -> None:
         """Free the last blocks of a leaf, `ids`, and the leaf itself if nothing is left."""
         keep = len(leaf.blocks) - len(ids) * ID_BYTES
         keep_bytes = keep // ID_BYTES * self._block_bytes
@@ -766,7 +793,7 @@ class RadixTree:
         else:
             self._order.remove(leaf)
             self._remove_leaf(leaf)
-        self._pool.drop_idle(ids, num_tokens)
+        self._pool.drop_idle(ids, index, num_tokens)
 
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent

@@ -227,7 +227,7 @@ def test_gemma_weights_and_tokens_are_those_that_transformers_reads(gemma, gguf_
     for path in sorted(Path(weights.__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8") + "\n\n\n\t\tdéjà vu, 東京, 🦙 <b>12345</b>   end"
         assert tokenizer(text).input_ids == their_tokenizer(text).input_ids
-        assert tokenizer.decode(tokenizer(text).input_ids)[len("<bos>") :] == text
+        assert tokenizer.decode(tokenizer(text).input_ids)[len("<bos>") :] == text.replace("▁", " ")
 
 
 @pytest.mark.slow

@@ -1,0 +1,22 @@
+"""The command line. `main` is the entry point; it needs the extra `radixkv[demo]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+#: Everything was as it should be; an output differed; the user has to change something; Ctrl-C; `| head` left.
+EXIT_OK, EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `radixkv` with these arguments (default: those of the process) and return its exit code."""
+    if any(importlib.util.find_spec(name) is None for name in ("typer", "rich")):
+        print('radixkv: the command line needs typer and rich: pip install "radixkv[demo]"', file=sys.stderr)
+        return EXIT_USAGE
+    from radixkv.cli.app import run
+
+    return run(sys.argv[1:] if arguments is None else list(arguments))

@@ -1,0 +1,172 @@
+"""Commands, options and exit codes; the work is done in `radixkv.demo` and `radixkv.cli.info`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from radixkv.cli import EXIT_BROKEN_PIPE, EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from radixkv.core.errors import RadixKVError
+from radixkv.demo.errors import DemoError
+
+app = typer.Typer(
+    name="radixkv",
+    help="A prefix-caching radix-tree KV cache for language models.",
+    no_args_is_help=False,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# typer has shipped a click of its own since 0.2x and used the installed one before: take the class from typer.
+_UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class Format(str, Enum):
+    """How to print the result."""
+
+    table = "table"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="Tables, or one JSON document on stdout.")]
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line and return its exit code. A mistake of the user ends in one line on stderr."""
+    try:
+        code = app(args=arguments, prog_name="radixkv", standalone_mode=False)
+        sys.stdout.flush()
+        return EXIT_OK if code is None else int(code)
+    except (KeyboardInterrupt, typer.Abort, _Interrupted):
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has gone; without this the interpreter fails once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except _UsageProblem as problem:
+        context = getattr(problem, "ctx", None)
+        command = context.command_path if context else "radixkv"
+        return _fail(f"{problem.format_message().rstrip('.')}. Try '{command} --help'.")  # type: ignore[attr-defined]
+    except (DemoError, RadixKVError) as problem:
+        return _fail(str(problem))
+    except (MemoryError, RuntimeError) as problem:
+        if not _is_out_of_memory(problem):
+            raise
+        return _fail("out of memory: close other programs, or use --quick, --tiny or a smaller model")
+
+
+class _Interrupted(Exception):
+    """Ctrl-C in a command; typer would end the process without a word."""
+
+
+def _interruptible(work: Callable[[], int]) -> int:
+    try:
+        return work()
+    except KeyboardInterrupt as error:
+        raise _Interrupted from error
+
+
+def _fail(message: str, code: int = EXIT_USAGE) -> int:
+    print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch says it in several ways: its CPU allocator raises a plain RuntimeError."""
+    texts = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in texts)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        import radixkv
+
+        print(f"radixkv {radixkv.__version__}")
+        raise typer.Exit(EXIT_OK)
+    if context.invoked_subcommand is None:
+        raise DemoError("which command? Try 'radixkv demo --tiny', or 'radixkv --help' for all of them")
+
+
+@app.command()
+def info(output: FormatOption = Format.table) -> int:
+    """Show versions, devices, free memory and the size a cache would have by default."""
+
+    def work() -> int:
+        from radixkv.cli import info as collect
+
+        found = collect.collect()
+        if output is Format.json:
+            _print_json(found)
+        else:
+            collect.print_tables(found)
+        return EXIT_OK
+
+    return _interruptible(work)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub id of a causal language model, instead of Gemma 3 270M.", metavar="PATH_OR_ID"
+        ),
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A small random model: nothing to download.")] = False,
+    output: FormatOption = Format.table,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write bars of time to first token into this .png or .svg file.", metavar="FILE"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 24,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch. Default: torch's own.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer requests of each kind.")] = False,
+) -> int:
+    """Four workloads on a real model, each request without and with the cache: what is skipped, what it saves.
+
+    Ends with exit code 1 if the cache changed any output.
+    """
+
+    def work() -> int:
+        from radixkv.demo import main
+
+        options = main.Options(
+            model=model,
+            tiny=tiny,
+            plot=plot,
+            max_new_tokens=max_new_tokens,
+            threads=threads,
+            device=device,
+            quick=quick,
+        )
+        result, setting = main.run_demo(options)
+        if output is Format.json:
+            from radixkv.demo.report import to_json
+
+            _print_json(to_json(result, setting))
+        else:
+            from radixkv.demo.report import make_console, print_report
+
+            print_report(result, setting, make_console())
+        return EXIT_OK if result.same_tokens else EXIT_DIFFERS
+
+    return _interruptible(work)

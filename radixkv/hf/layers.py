@@ -26,6 +26,7 @@ class Book(Protocol):
 
     closed: bool
 
+    def refuse(self) -> None: ...
     def cropped(self, length: int) -> None: ...
     def reordered(self, index: Tensor) -> None: ...
     def expanded(self, repeats: int) -> None: ...
@@ -115,9 +116,7 @@ class SessionLayer(_AttentionLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, q, dim]`; returns views of all keys and values that the queries may see."""
         if self.book is not None and self.book.closed:
-            raise InvalidRequestError(
-                "this session has ended: its cache can no longer be used; open another with cache.session(...)"
-            )
+            self.book.refuse()
         batch, _heads, q, _dim = key_states.shape
         if self._keys is None or self._values is None:
             self.shape = LayerLayout(
@@ -135,7 +134,8 @@ class SessionLayer(_AttentionLayer):
 
     def put(self, rows: slice | Tensor | None, start: int, keys: Tensor, values: Tensor) -> None:
         """Write columns from `start` on, of all or of some rows."""
-        assert self._keys is not None and self._values is not None
+        assert self._keys is not None
+        assert self._values is not None
         span = slice(start - self.base, start - self.base + keys.shape[2])
         which = slice(None) if rows is None else rows
         # Detached: in-place buffers must not collect a graph when the caller forgot `no_grad`.
@@ -145,13 +145,15 @@ class SessionLayer(_AttentionLayer):
 
     def view(self, rows: slice | Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Columns `start..stop` of all or of some rows (a copy when rows are given by index)."""
-        assert self._keys is not None and self._values is not None
+        assert self._keys is not None
+        assert self._values is not None
         span = slice(start - self.base, stop - self.base)
         which = slice(None) if rows is None else rows
         return self._keys[which, :, span], self._values[which, :, span]
 
     def _reserve(self, stop: int) -> None:
-        assert self._keys is not None and self._values is not None
+        assert self._keys is not None
+        assert self._values is not None
         if stop - self.base <= self._keys.shape[2]:
             return
         held = self.length - self.base

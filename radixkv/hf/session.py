@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.core.errors import InvalidRequestError
 from radixkv.hf.layers import SessionLayer
 
 __all__ = ["Origin", "Session"]
@@ -88,6 +89,7 @@ class Session:
         self._chunks: list[Tensor] = []
         self._doubt: Tensor | None = None
         self._stored: dict[int, int] = {}
+        self._committed = 0
         leader = self._kv_layers()[0]
         leader.book = self
 
@@ -102,6 +104,11 @@ class Session:
     def columns(self) -> int:
         """Columns whose KV is present, padding included."""
         return self._kv_layers()[0].length
+
+    @property
+    def has_news(self) -> bool:
+        """Whether columns came (or went) since the last `commit`."""
+        return self.trusted and self.columns != self._committed
 
     @property
     def consistent(self) -> bool:
@@ -161,29 +168,51 @@ class Session:
             self._chunks = [torch.cat(self._chunks, dim=1)] if self._chunks else []
         return self._chunks[0] if self._chunks else self.prompt[:, :0]
 
+    def _changed(self) -> None:
+        self._stored.clear()
+        self._committed = 0
+
     def cropped(self, length: int) -> None:
         self._chunks = [self._ids()[:, :length]]
+        self._committed = 0
         if length == 0:
             # Also the padding is gone: what follows may be anything.
-            self._stored.clear()
+            self._changed()
             if self.pads.any():
                 self.trusted = False
 
     def reordered(self, index: Tensor) -> None:
         self._chunks = [chunk.index_select(0, index.to(chunk.device)) for chunk in self._chunks]
         self.pads = self.pads[index.cpu().numpy()]
-        self._stored.clear()
+        self._changed()
 
     def expanded(self, repeats: int) -> None:
         self._chunks = [chunk.repeat_interleave(repeats, dim=0) for chunk in self._chunks]
         self.prompt = self.prompt.repeat_interleave(repeats, dim=0)
         self.pads = self.pads.repeat(repeats)
-        self._stored.clear()
+        self._changed()
+
+    # -- asked for by the plug-in ---------------------------------------------------------------------------
 
     def expand(self, repeats: int) -> None:
         """Repeat every row in all layers, as `generate()` does for beams and `num_return_sequences`."""
         for layer in self._kv_layers():
             layer.batch_repeat_interleave(repeats)
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` columns, or to none at all where a sliding layer cannot go back that far."""
+        if not all(layer.can_cut(length) for layer in self._kv_layers()):
+            length = 0
+        pads, trusted = self.pads, self.trusted
+        for layer in self._kv_layers():
+            layer.cut(length)
+        self.pads, self.trusted = pads, trusted
+
+    def refuse(self) -> None:
+        """Raise the error of a session that is used after its end."""
+        raise InvalidRequestError(
+            "this session has ended, and its cache with it: open another with cache.session(...)"
+        )
 
     # -- storing --------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def _layout_of(model: Any, cache: Any) -> KVLayout:
     for layer in cache.layers:
         window = layer_window(layer)
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or keys.dim() != 4:
+        if keys is None or values is None or keys.dim() != 4:
             layers.append(None)
             continue
         layers.append(LayerLayout(keys.shape[1], keys.shape[3], values.shape[3], window))

@@ -90,7 +90,9 @@ class ModelWatch:
         self._tensors = list(tensors.values())
         self._tensor_ids = set(tensors)
         self._versioned = [t for t in self._tensors if not t.is_inference()]
-        self._tuners = [m for m in self._modules if hasattr(m, "active_adapters") and hasattr(m, "scaling")]
+        self._tuners: list[Any] = [
+            m for m in self._modules if hasattr(m, "active_adapters") and hasattr(m, "scaling")
+        ]
         self._seen_structure = self._structure()
         self._seen_versions = self._versions()
         self._windows = self._sample_windows()

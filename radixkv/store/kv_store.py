@@ -163,7 +163,7 @@ class KVStore:
                 "copy_blocks: targets must be distinct and none may be a source as well"
             )
         for ids in (source_ids, target_ids):
-            if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < self.num_blocks):
+            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks):
                 raise InvalidRequestError(f"copy_blocks: block ids must lie in 0..{self.num_blocks - 1}")
         source = torch.from_numpy(source_ids).to(self.layout.device)
         target = torch.from_numpy(target_ids).to(self.layout.device)

@@ -15,9 +15,17 @@ from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOf
 
 BlockIds = npt.NDArray[np.int32]
 BlockIdsLike = int | Iterable[int] | npt.NDArray[Any]
-# What selects blocks in the per-block arrays: a slice for consecutive ids, which numpy serves several times faster.
+
+# What selects blocks in a per-block array: a slice for many consecutive ids, which numpy serves several times
+# faster than an array of ids.
 Index = slice | npt.NDArray[np.intp]
 LONG = 256  # ids; with fewer, looking whether they are consecutive costs more than it saves
+
+# The state of a block is one number, so that one numpy call reads or changes it for many: 2 for each reference,
+# the tree's included, and 1 if it is cached.
+REFERENCE = 2
+CACHED = 1
+IDLE = REFERENCE + CACHED  # cached, and held by nobody but the tree
 
 
 def checks_requested() -> bool:
@@ -29,15 +37,16 @@ class BlockPool:
     """Block ids handed out by reference count.
 
     The pool is the only place that counts references. The tree's own reference on a cached block is one of
-    them; the pool also knows which blocks are cached and how many rows (tokens) of each, so that it can tell at
-    any time, without a walk, how many cached blocks nobody else holds.
+    them; the pool also knows which blocks are cached, so that it can tell at any time, without a walk, how many
+    of them nobody else holds (*idle* ones).
 
     Invariants, all verified by `check()`:
 
     1. A block is free exactly when its reference count is 0: `num_free + num_held == num_blocks`.
     2. The free list holds no id twice, and every id is in `[0, num_blocks)`.
     3. A cached block has at least one reference, the tree's, which only the tree can give back.
-    4. The counters of cached and of idle blocks and tokens equal a recount.
+    4. The counters of cached and idle blocks, and of the rows that are not filled in them, equal a recount.
+    5. A watched block is cached and held by others.
 
     `allocate`, `retain` and `release` are O(number of ids), with a constant number of numpy calls; now and then
     `allocate` sorts the free list, which costs O(log num_blocks) per block released since the last time.
@@ -51,26 +60,29 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, (int, np.integer)):
             raise InvalidRequestError(f"num_blocks must be an integer, got {num_blocks!r}")
-        if not 1 <= num_blocks < 2**31:
-            raise InvalidRequestError(f"num_blocks must be in [1, 2**31), got {num_blocks}")
+        if not 1 <= num_blocks < 2**30:
+            raise InvalidRequestError(f"num_blocks must be in [1, 2**30), got {num_blocks}")
         self._num_blocks = n = int(num_blocks)
         self.lock = threading.RLock()
-        self._refs = np.zeros(n, np.int32)
-        self._rows = np.zeros(n, np.int32)  # rows the tree holds of a block; 0: not cached
-        self._watched = np.zeros(n, np.bool_)  # report to the tree when only its reference is left
-        self._num_watched = 0
-        self._woken: list[int] = []
-        self._num_cached = self._cached_tokens = 0
-        self._num_idle = self._idle_tokens = 0  # cached, and held by nobody but the tree
+        self._state = np.zeros(n, np.int32)
         # A stack that grows upwards and is popped from its end, highest id first: a run of ids goes in and
         # comes out as one slice, reversed.
         self._stack = np.arange(n - 1, -1, -1, dtype=np.int32)
         self._num_free = n
         self._released_since_sort = 0
-        self._mark = np.empty(n, np.int32)  # scratch, to find repeated ids
+        self._mark = np.zeros(n, np.int32)  # scratch, to find repeated ids
         self._ramp = np.arange(n, dtype=np.int32)
-        self._tree: weakref.ref[Any] | None = None
         self._checks = checks_requested()
+        # What the tree tells.
+        self._tree: weakref.ref[Any] | None = None
+        self._block_size = 0
+        self._gaps = np.zeros(n, np.int32)  # rows of cached tails that are not filled; 0 for all other blocks
+        self._num_tails = 0
+        self._num_cached = self._cached_gaps = 0
+        self._num_idle = self._idle_gaps = 0
+        self._watched = np.zeros(n, np.bool_)
+        self._num_watched = 0
+        self._woken: list[int] = []
 
     def __repr__(self) -> str:
         return (
@@ -93,22 +105,42 @@ class BlockPool:
         return self._num_blocks - self._num_free
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that the tree holds."""
+        return self._num_cached
+
+    @property
+    def num_idle(self) -> int:
+        """Cached blocks that nobody but the tree holds."""
+        return self._num_idle
+
+    @property
+    def num_cached_rows(self) -> int:
+        """Filled rows (tokens) of the cached blocks."""
+        return self._num_cached * self._block_size - self._cached_gaps
+
+    @property
+    def num_idle_rows(self) -> int:
+        """Filled rows (tokens) of the idle blocks."""
+        return self._num_idle * self._block_size - self._idle_gaps
+
+    @property
     def refcounts(self) -> npt.NDArray[np.int32]:
-        """`int32[num_blocks]`, a read-only view that follows the pool."""
-        view = self._refs.view()
-        view.flags.writeable = False
-        return view
+        """References of all blocks as they are now, `int32[num_blocks]`, read-only. O(num_blocks)."""
+        counts = self._state >> 1
+        counts.flags.writeable = False
+        return counts
 
     def refcount(self, block: int) -> int:
         """References on one block, the tree's included; 0 for a free one."""
         if not 0 <= block < self._num_blocks:
             raise InvalidRequestError(f"block {block} is not in [0, {self._num_blocks})")
-        return int(self._refs[block])
+        return self._state.item(block) >> 1
 
     # -- for everybody ---------------------------------------------------------------------------------------
 
     def allocate(self, n: int) -> BlockIds:
-        """Take `n` free blocks, each with one reference; ascending and consecutive where possible.
+        """Take `n` free blocks, each with one reference; ascending, and consecutive where possible.
 
         Raises:
             OutOfBlocksError: Fewer than `n` are free. Nothing is taken.
@@ -122,15 +154,16 @@ class BlockPool:
                 raise OutOfBlocksError(n, top, self._num_idle)
             if n == 0:
                 return np.empty(0, np.int32)
-            ids = self._stack[top - n : top][::-1]
-            first = ids.item(0)
-            run = ids.item(n - 1) - first == n - 1
-            if not run and self._released_since_sort >= top:
-                # Sorting costs O(top log top), and at least as many blocks came back since the last time.
-                self._stack[:top] = np.sort(self._stack[:top])[::-1]
-                self._released_since_sort = 0
-            ids = ids.copy()
-            self._refs[self.index(ids)] = 1
+            ids = self._stack[top - n : top][::-1].copy()
+            if ids.item(-1) - ids.item(0) != n - 1:
+                if self._released_since_sort >= top:
+                    # Sorting costs O(top log top), and at least as many blocks came back since the last time.
+                    self._stack[:top] = np.sort(self._stack[:top])[::-1]
+                    self._released_since_sort = 0
+                    ids = self._stack[top - n : top][::-1].copy()
+                else:
+                    ids.sort()
+            self._state[self.index(ids)] = REFERENCE
             self._num_free = top - n
             if self._checks:
                 self.check()
@@ -146,15 +179,15 @@ class BlockPool:
         if not len(blocks):
             return
         with self.lock:
-            index, refs = self._look_up(blocks)
-            add: Any = 1
-            if not self._is_distinct(index):
-                blocks, add = np.unique(blocks, return_counts=True)
-                index, refs = self._look_up(blocks)
-            if np.minimum.reduce(refs) < 1:
-                free = int(blocks[(refs == 0).argmax()])
+            index, state = self._look_up(blocks)
+            times: Any = 1
+            if not self._is_distinct(blocks, index):
+                blocks, times = np.unique(blocks, return_counts=True)
+                index, state = self._look_up(blocks)
+            if np.minimum.reduce(state) < REFERENCE:
+                free = int(blocks[(state < REFERENCE).argmax()])
                 raise InvalidRequestError(f"block {free} is free: it cannot be retained, only allocated")
-            self._hold(index, refs, add)
+            self._hold(index, state, times)
             if self._checks:
                 self.check()
 
@@ -171,82 +204,67 @@ class BlockPool:
         if not len(blocks):
             return
         with self.lock:
-            index, refs = self._look_up(blocks)
-            take: Any = 1
-            if not self._is_distinct(index):
-                blocks, take = np.unique(blocks, return_counts=True)
-                index, refs = self._look_up(blocks)
-            left = refs - take
+            index, state = self._look_up(blocks)
+            times: Any = 1
+            if not self._is_distinct(blocks, index):
+                blocks, times = np.unique(blocks, return_counts=True)
+                index, state = self._look_up(blocks)
+            left = state - REFERENCE * times
             lowest = np.minimum.reduce(left)
-            if lowest >= 2:  # nothing becomes idle or free
-                self._refs[index] = left
-            else:
-                self._release(blocks, index, left, int(lowest))
+            # Nobody may leave a cached block without the tree's reference (1), or a free block with less (< 0).
+            if lowest < REFERENCE and ((left < 0) | (left == CACHED)).any():
+                self._refuse_release(blocks, left)
+            self._state[index] = left
+            if lowest <= IDLE:
+                self._released(blocks, left, bool(lowest < REFERENCE))
             if self._checks:
                 self.check()
-
-    def _release(self, blocks: BlockIds, index: Index, left: npt.NDArray[np.int32], lowest: int) -> None:
-        rows = self._rows[index]
-        cached = rows > 0
-        if lowest < 1 and np.count_nonzero(left < cached):
-            block = int(blocks[(left < cached).argmax()])
-            kept = bool(self._rows[block])
-            raise InvalidRequestError(
-                f"block {block} is released more often than it is held: "
-                f"{int(self._refs[block]) - kept} references{' beside the one of the tree' if kept else ''}"
-            )
-        idle = left == 1
-        idle &= cached
-        self._refs[index] = left
-        num_idle = int(np.count_nonzero(idle))
-        if num_idle:
-            self._num_idle += num_idle
-            self._idle_tokens += int(np.add.reduce(rows if num_idle == len(blocks) else rows[idle]))
-            if self._num_watched:
-                self._wake(blocks[idle])
-        if lowest < 1:
-            self._push(blocks[left == 0])
 
     def check(self) -> None:
         """Raise `CacheCorruptionError`, with values, at the first invariant broken. For tests."""
         with self.lock:
+            refs, cached = self._state >> 1, (self._state & CACHED) == CACHED
+            if (refs < 0).any():
+                raise CacheCorruptionError(
+                    f"pool invariant 1: block {int(refs.argmin())} has {int(refs.min())} references"
+                )
             free = self._stack[: self._num_free]
             if len(free) and not 0 <= int(free.min()) <= int(free.max()) < self._num_blocks:
                 raise CacheCorruptionError(f"pool invariant 2: free list from {free.min()} to {free.max()}")
             listed = np.bincount(free, minlength=self._num_blocks)
             if (listed > 1).any():
                 raise CacheCorruptionError(f"pool invariant 2: block {int(listed.argmax())} is free twice")
-            if (self._refs < 0).any():
-                raise CacheCorruptionError(
-                    f"pool invariant 1: block {int(self._refs.argmin())} has negative refs"
-                )
-            wrong = (self._refs == 0) != (listed == 1)
+            wrong = (refs == 0) != (listed == 1)
             if wrong.any():
                 block = int(wrong.argmax())
                 raise CacheCorruptionError(
-                    f"pool invariant 1: block {block}, refs={int(self._refs[block])}, free={bool(listed[block])}"
+                    f"pool invariant 1: block {block}, refs={int(refs[block])}, free={bool(listed[block])}"
                 )
-            cached = self._rows > 0
-            if (self._rows < 0).any() or (cached & (self._refs == 0)).any():
-                raise CacheCorruptionError("pool invariant 3: a cached block is free")
-            idle = cached & (self._refs == 1)
-            have = (self._num_cached, self._cached_tokens, self._num_idle, self._idle_tokens)
+            if (cached & (refs == 0)).any():
+                raise CacheCorruptionError(
+                    f"pool invariant 3: block {int((cached & (refs == 0)).argmax())} is free"
+                )
+            idle = cached & (refs == 1)
+            gaps = self._gaps
+            have = (self._num_cached, self._num_idle, self._cached_gaps, self._idle_gaps, self._num_tails)
             true = (
                 int(cached.sum()),
-                int(self._rows.sum(dtype=np.int64)),
                 int(idle.sum()),
-                int(self._rows[idle].sum(dtype=np.int64)),
+                int(gaps[cached].sum(dtype=np.int64)),
+                int(gaps[idle].sum(dtype=np.int64)),
+                int((gaps > 0).sum()),
             )
-            if have != true:
-                raise CacheCorruptionError(f"pool invariant 4: counters {have}, recount {true}")
-            if self._num_watched != int(self._watched.sum()) or (self._watched & ~(self._refs > 1)).any():
+            if have != true or (gaps[~cached] != 0).any():
                 raise CacheCorruptionError(
-                    f"pool: {self._num_watched} watched, of {self._watched.nonzero()[0]}"
+                    f"pool invariant 4: cached, idle, gaps, idle gaps, tails are {have}, recount {true}"
                 )
+            if self._num_watched != int(self._watched.sum()) or (self._watched & (~cached | idle)).any():
+                watched = np.flatnonzero(self._watched).tolist()
+                raise CacheCorruptionError(f"pool invariant 5: {self._num_watched} watched, of {watched}")
 
-    # -- for the tree, which holds the lock and passes ids that are distinct and right ------------------------
+    # -- for the tree, which holds the lock; except where errors are named, ids are distinct and right ---------
 
-    def attach_tree(self, tree: Any) -> None:
+    def attach_tree(self, tree: Any, block_size: int) -> None:
         """Make `tree` the one that owns the cached blocks of this pool.
 
         Raises:
@@ -259,79 +277,103 @@ class BlockPool:
                 f"{self._num_cached} blocks belong to a tree that is gone: use a new pool"
             )
         self._tree = weakref.ref(tree)
+        self._block_size = block_size
 
     def index(self, ids: BlockIds) -> Index:
-        """What selects these blocks in a per-block array; a slice only if they are consecutive and ascending.
+        """What selects these blocks in a per-block array.
 
-        Ids out of range make an array that numpy refuses with an IndexError.
+        A negative id is never taken to count from the end: like others out of range, it makes an array that
+        numpy refuses with an IndexError.
         """
         n = len(ids)
-        if n > LONG and ids.item(-1) - ids.item(0) == n - 1 and _is_ascending(ids):
+        if n > LONG and ids.item(-1) - ids.item(0) == n - 1 and is_ascending(ids):
             first = ids.item(0)
             if 0 <= first <= self._num_blocks - n:
                 return slice(first, first + n)
-        return ids.view(np.uint32).astype(np.intp)  # unsigned: a negative id must not count from the end
+        return ids.view(np.uint32).astype(np.intp)
 
-    def look_up_held(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
-        """Index and references of blocks, after making sure they are distinct and each held by a caller.
+    def look_up_private(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
+        """Index and state of blocks that the tree is to take over.
 
         Raises:
-            InvalidRequestError: They are not.
+            InvalidRequestError: One is named twice, free or cached.
         """
-        index, refs = self._look_up(ids)
-        if not self._is_distinct(index):
-            values, counts = np.unique(ids, return_counts=True)
-            raise InvalidRequestError(f"block {int(values[counts.argmax()])} is named twice")
-        held = refs > (self._rows[index] > 0)
-        if np.count_nonzero(held) != len(ids):
-            raise InvalidRequestError(f"block {int(ids[held.argmin()])} is not held by the caller")
-        return index, refs
+        index, state = self._look_up(ids)
+        if not self._is_distinct(ids, index):
+            raise _named_twice(ids)
+        if np.count_nonzero(state == REFERENCE) != len(ids):  # the usual: each is held once
+            if np.minimum.reduce(state) < REFERENCE:
+                raise _not_held(int(ids[(state < REFERENCE).argmax()]))
+            if np.bitwise_or.reduce(state) & CACHED:
+                block = int(ids[(state & CACHED).argmax()])
+                raise InvalidRequestError(f"block {block} is cached already, under other tokens")
+        return index, state
+
+    def require_held(self, ids: BlockIds) -> None:
+        """Make sure that somebody beside the tree holds each of these blocks.
+
+        Raises:
+            InvalidRequestError: One is not, or is named twice.
+        """
+        index, state = self._look_up(ids)
+        if not self._is_distinct(ids, index):
+            raise _named_twice(ids)
+        if np.minimum.reduce(state) <= IDLE:
+            not_held = (state < REFERENCE) | (state == IDLE)
+            if np.count_nonzero(not_held):
+                raise _not_held(int(ids[not_held.argmax()]))
 
     def hold(self, index: Index) -> None:
-        """`retain` for distinct held blocks."""
-        self._hold(index, self._refs[index], 1)
+        """Add one reference to each of these held blocks."""
+        self._hold(index, self._state[index], 1)
 
-    def num_held_by_others(self, index: Index) -> int:
-        """How many of these cached blocks somebody beside the tree holds."""
-        return int(np.count_nonzero(self._refs[index] > 1))
+    def is_idle(self, block: int) -> bool:
+        """Whether nobody but the tree holds a cached block."""
+        return self._state.item(block) == IDLE
 
-    def cache(self, ids: BlockIds, index: Index, rows: int, rows_of_last: int) -> None:
-        """Take the tree's reference on blocks that somebody holds and that are not cached."""
-        self._refs[index] += 1
-        self._rows[index] = rows
-        self._rows[ids.item(-1)] = rows_of_last
+    def idle_suffix(self, ids: BlockIds, index: Index) -> int:
+        """How many of these cached blocks, counted from the last one, nobody but the tree holds."""
+        idle = self._state[index] == IDLE
+        if np.count_nonzero(idle) == len(ids):
+            return len(ids)
+        return int(idle[::-1].argmin())
+
+    def cache(self, ids: BlockIds, index: Index, state: npt.NDArray[np.int32], rows_of_last: int) -> None:
+        """Take the tree's reference on blocks in that state; all but the last are full."""
+        self._state[index] = state + (REFERENCE + CACHED)
         self._num_cached += len(ids)
-        self._cached_tokens += (len(ids) - 1) * rows + rows_of_last
+        gap = self._block_size - rows_of_last
+        if gap:
+            self._set_gap(ids.item(-1), gap)
 
     def grow(self, block: int, rows: int) -> None:
-        """More rows of a cached block are filled now, `rows` in all."""
-        added = rows - self._rows.item(block)
-        self._rows[block] = rows
-        self._cached_tokens += added
-        if self._refs[block] == 1:
-            self._idle_tokens += added
+        """`rows` rows of a cached block, more than before, are filled now."""
+        self._set_gap(block, self._block_size - rows)
 
     def uncache(self, block: int) -> None:
         """Give back the tree's reference on one block, whoever else holds it."""
-        rows = self._rows.item(block)
         self.unwatch(block)
-        self._rows[block] = 0
-        self._refs[block] -= 1
+        self._set_gap(block, 0)
         self._num_cached -= 1
-        self._cached_tokens -= rows
-        if self._refs[block] == 0:
+        if self.is_idle(block):
             self._num_idle -= 1
-            self._idle_tokens -= rows
             self._push(np.array([block], np.int32))
+        self._state[block] -= REFERENCE + CACHED
 
-    def drop_idle(self, ids: BlockIds, index: Index, num_tokens: int) -> None:
-        """Free cached blocks that nobody but the tree holds; `num_tokens` rows of them are filled."""
-        self._refs[index] = 0
-        self._rows[index] = 0
+    def drop_idle(self, ids: BlockIds, index: Index) -> None:
+        """Free cached blocks that nobody but the tree holds."""
+        if self._num_tails:
+            gaps = self._gaps[index]
+            num_tails = int(np.count_nonzero(gaps))
+            if num_tails:
+                gap = int(np.add.reduce(gaps))
+                self._num_tails -= num_tails
+                self._cached_gaps -= gap
+                self._idle_gaps -= gap
+                self._gaps[index] = 0
+        self._state[index] = 0
         self._num_cached -= len(ids)
         self._num_idle -= len(ids)
-        self._cached_tokens -= num_tokens
-        self._idle_tokens -= num_tokens
         self._push(ids)
 
     def watch(self, block: int) -> None:
@@ -346,57 +388,81 @@ class BlockPool:
             self._num_watched -= 1
 
     def take_woken(self) -> list[int]:
-        """Watched blocks that only the tree holds by now; each is named once and no longer watched."""
+        """Watched blocks that became idle; each is named once and no longer watched."""
         woken, self._woken = self._woken, []
         return woken
 
     # -- inner -----------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
-        """Index and references of these blocks; for a slice, the references are a view.
+        """Index and state of these blocks; for a slice, the state is a view.
 
         Raises:
             InvalidRequestError: An id is out of range.
         """
         index = self.index(ids)
         try:
-            return index, self._refs[index]
+            return index, self._state[index]
         except IndexError:
             wrong = (ids < 0) | (ids >= self._num_blocks)
             raise InvalidRequestError(
                 f"block {int(ids[wrong.argmax()])} is not in [0, {self._num_blocks})"
             ) from None
 
-    def _is_distinct(self, index: Index) -> bool:
-        if isinstance(index, slice):
+    def _is_distinct(self, ids: BlockIds, index: Index) -> bool:
+        if isinstance(index, slice) or is_ascending(ids):
             return True
-        n = len(index)
-        if n == 1:
-            return True
+        n = len(ids)
         if n > self._num_blocks:
             return False
         ramp = self._ramp[:n]
-        self._mark[index] = ramp
+        self._mark[index] = ramp  # of a repeated id, the last one stays
         return bool(np.count_nonzero(self._mark[index] == ramp) == n)
 
-    def _hold(self, index: Index, refs: npt.NDArray[np.int32], add: Any) -> None:
-        """Add references to distinct held blocks; `refs` is what they have now."""
+    def _hold(self, index: Index, state: npt.NDArray[np.int32], times: Any) -> None:
         if self._num_idle:
-            idle = refs == 1
-            if np.count_nonzero(idle):
-                rows = self._rows[index]
-                idle &= rows > 0
-                num_idle = int(np.count_nonzero(idle))
+            idle = state == IDLE
+            num_idle = int(np.count_nonzero(idle))
+            if num_idle:
                 self._num_idle -= num_idle
-                self._idle_tokens -= int(np.add.reduce(rows if num_idle == len(rows) else rows[idle]))
-        self._refs[index] = refs + add
+                if self._idle_gaps:
+                    self._idle_gaps -= int(np.add.reduce(self._gaps[index][idle]))
+        self._state[index] = state + REFERENCE * times
 
-    def _wake(self, blocks: BlockIds) -> None:
-        woken = blocks[self._watched[blocks]]
-        if len(woken):
-            self._watched[woken] = False
-            self._num_watched -= len(woken)
-            self._woken += woken.tolist()
+    def _released(self, blocks: BlockIds, left: npt.NDArray[np.int32], some_freed: bool) -> None:
+        """Book what became idle or free; `left` is the state of these blocks now."""
+        idle = left == IDLE
+        num_idle = int(np.count_nonzero(idle))
+        if num_idle:
+            self._num_idle += num_idle
+            if self._num_tails or self._num_watched:
+                rested = blocks[idle]
+                self._idle_gaps += int(np.add.reduce(self._gaps[rested]))
+                if self._num_watched:
+                    woken = rested[self._watched[rested]]
+                    self._watched[woken] = False
+                    self._num_watched -= len(woken)
+                    self._woken += woken.tolist()
+        if some_freed:
+            self._push(blocks[left == 0])
+
+    def _refuse_release(self, blocks: BlockIds, left: npt.NDArray[np.int32]) -> None:
+        block = int(blocks[((left < 0) | (left == CACHED)).argmax()])
+        state = self._state.item(block)
+        held = (state >> 1) - (state & CACHED)
+        tree = " beside the one of the tree" if state & CACHED else ""
+        raise InvalidRequestError(
+            f"block {block} is released more often than the {held} times it is held{tree}"
+        )
+
+    def _set_gap(self, block: int, gap: int) -> None:
+        """Note how many rows of a cached block are not filled."""
+        before = self._gaps.item(block)
+        self._gaps[block] = gap
+        self._num_tails += (gap > 0) - (before > 0)
+        self._cached_gaps += gap - before
+        if self.is_idle(block):
+            self._idle_gaps += gap - before
 
     def _push(self, blocks: BlockIds) -> None:
         top = self._num_free
@@ -406,19 +472,20 @@ class BlockPool:
         self._released_since_sort += n
 
 
-def _is_ascending(ids: BlockIds) -> bool:
+def is_ascending(ids: BlockIds) -> bool:
+    """Whether every id is above the one before it."""
     return len(ids) == 1 or bool(np.count_nonzero(ids[1:] > ids[:-1]) == len(ids) - 1)
 
 
 def as_block_ids(ids: BlockIdsLike) -> BlockIds:
-    """Block ids as int32; one id, a list, or an array of any integer type.
+    """Block ids as int32; one id, a list, or an array of any integer type. An int32 array is not copied.
 
     Raises:
         InvalidRequestError: They are not integers, not one-dimensional, or do not fit into int32.
     """
     if isinstance(ids, np.ndarray):
         array = ids
-        if array.dtype == np.int32 and array.ndim == 1:
+        if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
             return array
     elif isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
         array = np.array([ids])
@@ -437,3 +504,12 @@ def as_block_ids(ids: BlockIdsLike) -> BlockIds:
             f"block ids must fit into int32, got {int(array.min())} to {int(array.max())}"
         )
     return array.astype(np.int32)
+
+
+def _named_twice(ids: BlockIds) -> InvalidRequestError:
+    values, counts = np.unique(ids, return_counts=True)
+    return InvalidRequestError(f"block {int(values[counts.argmax()])} is named twice")
+
+
+def _not_held(block: int) -> InvalidRequestError:
+    return InvalidRequestError(f"block {block} is not held by the caller")

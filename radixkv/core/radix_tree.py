@@ -13,7 +13,7 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from radixkv.core import hashing
-from radixkv.core.block_pool import BlockIds, BlockPool, Index, as_block_ids
+from radixkv.core.block_pool import CACHED, IDLE, REFERENCE, BlockIds, BlockPool, Index, as_block_ids
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
 from radixkv.core.eviction import LeafOrder, make_policy
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -247,7 +247,7 @@ class RadixTree:
         if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)) or block_size < 1:
             raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
         self._policy = make_policy(policy, pool.num_blocks)
-        pool.attach_tree(self)
+        pool.attach_tree(self, int(block_size))
         self._pool = pool
         self._block_size = int(block_size)
         self._block_bytes = self._block_size * TOKEN_BYTES
@@ -287,32 +287,32 @@ class RadixTree:
     @property
     def num_cached_blocks(self) -> int:
         """Blocks in the tree."""
-        return self._pool._num_cached
+        return self._pool.num_cached
 
     @property
     def num_cached_tokens(self) -> int:
         """Filled rows of the blocks in the tree."""
-        return self._pool._cached_tokens
+        return self._pool.num_cached_rows
 
     @property
     def num_evictable_blocks(self) -> int:
         """Cached blocks that nobody but the tree holds."""
-        return self._pool._num_idle
+        return self._pool.num_idle
 
     @property
     def num_evictable_tokens(self) -> int:
         """Filled rows of the evictable blocks."""
-        return self._pool._idle_tokens
+        return self._pool.num_idle_rows
 
     @property
     def num_pinned_blocks(self) -> int:
         """Cached blocks that somebody beside the tree holds."""
-        return self._pool._num_cached - self._pool._num_idle
+        return self._pool.num_cached - self._pool.num_idle
 
     @property
     def num_pinned_tokens(self) -> int:
         """Filled rows of the pinned blocks."""
-        return self._pool._cached_tokens - self._pool._idle_tokens
+        return self._pool.num_cached_rows - self._pool.num_idle_rows
 
     @property
     def num_nodes(self) -> int:
@@ -509,11 +509,11 @@ class RadixTree:
         result = given
         replaced = have[:0]
         if num_have and have.tobytes() != given[:num_have].tobytes():
-            pool.look_up_held(given)
+            pool.require_held(given)
             differ = np.flatnonzero(have != given[:num_have])
             replaced, replacing = given[differ], have[differ]
             result = np.concatenate((have, given[num_have:]))
-        elif num_have and pool._refs.item(have.item(-1)) < 2:  # references never rise along a path
+        elif num_have and pool.is_idle(have.item(-1)):  # references never rise along a path
             raise InvalidRequestError(f"block {have.item(-1)} is not held by the caller")
 
         # Blocks that are new to the tree. `same` is the tail it has already, which grows within its block.
@@ -521,22 +521,19 @@ class RadixTree:
         old_tail = place.old_tail
         same = int(len(fresh) > 0 and fresh.item(0) == old_tail)
         unknown = fresh[same:]
-        index: Index = slice(0, 0)
         if len(fresh):
             require_non_negative(array[known // TOKEN_BYTES :])
         if len(unknown):
-            index, refs = pool.look_up_held(unknown)
-            if np.count_nonzero(pool._rows[index]):
-                block = int(unknown[(pool._rows[index] > 0).argmax()])
-                raise InvalidRequestError(f"block {block} is cached already, under other tokens")
-            if len(replaced) and np.maximum.reduce(refs) > 1:
-                unknown = unknown[: int((refs > 1).argmax())]
-                index = pool.index(unknown)
+            index, state = pool.look_up_private(unknown)
+            if len(replaced) and np.maximum.reduce(state) > REFERENCE:
+                unknown = unknown[: int((state > REFERENCE).argmax())]
+                index, state = pool.index(unknown), state[: len(unknown)]
                 fresh = fresh[: same + len(unknown)]
         stop = min(len(data), (num_have + len(fresh)) * block_bytes)
 
         # Nothing can fail from here on.
-        self._now += 1
+        if not num_have or self._policy.priority.item(have.item(-1)) < self._now:
+            self._now += 1  # else this is the request that matched last: one use, one time
         if len(replaced):
             pool.hold(pool.index(replacing))
             pool.release(replaced)
@@ -546,7 +543,7 @@ class RadixTree:
                 pool.grow(old_tail, rows_of_last if len(fresh) == 1 else self._block_size)
                 self._policy.on_use(slice(old_tail, old_tail + 1), self._now)
             if len(unknown):
-                pool.cache(unknown, index, self._block_size, rows_of_last)
+                pool.cache(unknown, index, state, rows_of_last)
                 self._policy.on_insert(index, self._now)
             self._roots[namespace] = root
             if place.grows is not None:
@@ -557,7 +554,7 @@ class RadixTree:
                     parent = self._split(root, place.child, place.matched // block_bytes)
                 begin = num_have * block_bytes
                 self._add_child(root, parent, bytearray(data[begin:stop]), bytearray(fresh.tobytes()))
-        if num_have:
+        if num_have and self._policy.priority.item(have.item(-1)) < self._now:
             self._policy.on_use(pool.index(have), self._now)
         num_new_tokens = (stop - known) // TOKEN_BYTES if len(fresh) else 0
         return InsertResult(result, len(unknown), len(replaced), num_new_tokens)
@@ -665,7 +662,7 @@ class RadixTree:
                 leaf = order.first()
                 ids = np.frombuffer(leaf.blocks[-ID_BYTES * (num_blocks - freed) :], np.int32)
                 last = ids.item(-1)
-                if pool._refs.item(last) > 1:
+                if not pool.is_idle(last):
                     order.pop_first()
                     self._park(leaf, last)
                     continue
@@ -679,8 +676,9 @@ class RadixTree:
                 if priority.item(ids.item(0)) > bound:
                     ids = ids[len(ids) - int((priority[ids] <= bound)[::-1].argmin()) :]
                 index = pool.index(ids)
-                if pool.num_held_by_others(index):
-                    ids = ids[len(ids) - int((pool._refs[ids] == 1)[::-1].argmin()) :]
+                num = pool.idle_suffix(ids, index)
+                if num < len(ids):
+                    ids = ids[len(ids) - num :]
                     index = pool.index(ids)
                 self._trim(leaf, ids, index)
                 freed += len(ids)
@@ -731,7 +729,8 @@ class RadixTree:
             roots = [root for root in self._roots.values() if keys is None or root.namespace in keys]
             nodes = [node for root in roots for node in _below(root)]
             ids = np.frombuffer(bytearray().join([node.blocks for node in nodes]), np.int32)
-            held = self._pool.num_held_by_others(self._pool.index(ids))
+            index = self._pool.index(ids)
+            held = len(ids) - np.count_nonzero(self._pool._state[index] == IDLE)
             if held:
                 raise InvalidRequestError(f"{held} cached blocks are in use: release them, then clear")
             for node in nodes:
@@ -743,8 +742,7 @@ class RadixTree:
             for root in roots:
                 del self._roots[root.namespace]
             if len(ids):
-                index = self._pool.index(ids)
-                self._pool.drop_idle(ids, index, int(self._pool._rows[index].sum(dtype=np.int64)))
+                self._pool.drop_idle(ids, index)
             if self._checks:
                 self.check()
             return len(ids)
@@ -768,8 +766,7 @@ class RadixTree:
                 while leaves:
                     leaf = leaves.pop()
                     ids = np.frombuffer(bytearray(leaf.blocks), np.int32)
-                    may_go = self._pool._refs[ids] == 1
-                    num = len(ids) if may_go.all() else int(may_go[::-1].argmin())
+                    num = self._pool.idle_suffix(ids, self._pool.index(ids))
                     if num:
                         parent = leaf.parent
                         gone = ids[len(ids) - num :]
@@ -785,7 +782,6 @@ class RadixTree:
         """Free the last blocks of a leaf, `ids`, and the leaf itself if nothing is left."""
         keep = len(leaf.blocks) - len(ids) * ID_BYTES
         keep_bytes = keep // ID_BYTES * self._block_bytes
-        num_tokens = (len(leaf.edge) - keep_bytes) // TOKEN_BYTES
         if keep:
             # Its entry in the order is now too low at worst, and will be corrected when it comes up.
             del leaf.edge[keep_bytes:]
@@ -793,7 +789,7 @@ class RadixTree:
         else:
             self._order.remove(leaf)
             self._remove_leaf(leaf)
-        self._pool.drop_idle(ids, index, num_tokens)
+        self._pool.drop_idle(ids, index)
 
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -964,17 +960,17 @@ class RadixTree:
                         raise CacheCorruptionError(f"tree invariant 1: block {block} is on two edges")
                 if len(set(ids.tolist())) != len(ids):
                     raise CacheCorruptionError(f"tree invariant 1: {where} names a block twice")
-                rows = np.full(len(ids), self._block_size)
-                rows[-1] = (num_tokens - 1) % self._block_size + 1
-                if (pool._rows[ids] != rows).any():
+                gaps = np.zeros(len(ids), np.int32)
+                gaps[-1] = -num_tokens % self._block_size
+                if (pool._gaps[ids] != gaps).any() or not (pool._state[ids] & CACHED).all():
                     raise CacheCorruptionError(f"tree invariant 1: {where}: the pool has other rows cached")
                 parent = node.parent
                 assert parent is not None
                 above = parent.blocks[-ID_BYTES:]
                 chain = np.frombuffer(bytes(above + node.blocks), np.int32)
-                if (np.diff(pool._refs[chain]) > 0).any():
+                if (np.diff(pool._state[chain]) > 0).any():
                     raise CacheCorruptionError(
-                        f"tree invariant 2: {where}: references rise, {pool._refs[chain].tolist()[:8]}"
+                        f"tree invariant 2: {where}: references rise, {(pool._state[chain] >> 1).tolist()[:8]}"
                     )
                 if self.policy == "lru" and (np.diff(priority[chain]) > 0).any():
                     raise CacheCorruptionError(
@@ -999,9 +995,9 @@ class RadixTree:
                     self._parked.get(last) is not node or not (pool._watched[last] or last in woken)
                 ):
                     raise CacheCorruptionError(f"tree invariant 5: leaf {where} is parked, but not watched")
-        if len(owner) != pool._num_cached:
+        if len(owner) != pool.num_cached:
             raise CacheCorruptionError(
-                f"tree invariant 1: {len(owner)} on edges, {pool._num_cached} in the pool"
+                f"tree invariant 1: {len(owner)} on edges, {pool.num_cached} in the pool"
             )
         have = (self._num_nodes, self._num_leaves, len(self._order), len(self._parked))
         true = (num_nodes, num_leaves, num_filed, num_parked)

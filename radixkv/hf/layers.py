@@ -7,6 +7,7 @@ one token per layer where `DynamicLayer` copies everything it holds.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +25,6 @@ _MIN_ROOM = 256  # tokens of room to grow into, at least
 class Book(Protocol):
     """Who keeps count of what the rows of the layers hold (see `radixkv.hf.session`)."""
 
-    closed: bool
-
-    def refuse(self) -> None: ...
     def cropped(self, length: int) -> None: ...
     def reordered(self, index: Tensor) -> None: ...
     def expanded(self, repeats: int) -> None: ...
@@ -83,6 +81,7 @@ class SessionLayer(_AttentionLayer):
         super().__init__(shape.window)
         self.shape = shape
         self.book = book
+        self.ended = False
         self.base = 0  # column of the first one held; above 0 only in sliding layers after a hit
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -94,6 +93,26 @@ class SessionLayer(_AttentionLayer):
     @property
     def values(self) -> Tensor | None:
         return None if self._values is None else self._values[:, :, : self.length - self.base]
+
+    @property
+    def book(self) -> Book | None:
+        """Held weakly: the buffers must be freed with the cache object, not by a later garbage collection."""
+        return None if self._book is None else self._book()
+
+    @book.setter
+    def book(self, book: Book | None) -> None:
+        self._book = None if book is None else weakref.ref(book)
+
+    def end(self) -> None:
+        """Free the buffers; any further use is an error."""
+        self.ended = True
+        self._keys = self._values = None
+
+    def refuse(self) -> None:
+        """Raise the error of a layer that is used after its end."""
+        raise InvalidRequestError(
+            "this session has ended, and its cache with it: open another with cache.session(...)"
+        )
 
     @property
     def num_rows(self) -> int:
@@ -115,8 +134,8 @@ class SessionLayer(_AttentionLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, q, dim]`; returns views of all keys and values that the queries may see."""
-        if self.book is not None and self.book.closed:
-            self.book.refuse()
+        if self.ended:
+            self.refuse()
         batch, _heads, q, _dim = key_states.shape
         if self._keys is None or self._values is None:
             self.shape = LayerLayout(

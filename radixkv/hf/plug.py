@@ -30,6 +30,7 @@ from radixkv.hf.calls import WHY, OuterCall, bypass_reason, cache_in, left_paddi
 from radixkv.hf.compat import DynamicCache, ForwardCall, bare_cache, install_layers, text_config
 from radixkv.hf.fill import Filler
 from radixkv.hf.guard import guard_prompt
+from radixkv.hf.layers import SessionLayer
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
 from radixkv.hf.support import check_supported, unwrap_model
@@ -273,8 +274,11 @@ class HFPlug:
         self._here.underway = None
         self._here.passed_through = False
         call = self._call.by_name(args, kwargs)
-        session = self._session_of(call.get(self._call.cache_name))
-        if session is not None:
+        leader = self._leader_of(call.get(self._call.cache_name))
+        if leader is not None and leader.ended:
+            leader.refuse()
+        session = None if leader is None else leader.book
+        if isinstance(session, Session):
             return (), self._go_on(session, call)
         if not self._attached:
             return None
@@ -306,12 +310,13 @@ class HFPlug:
             with self._busy():
                 self._store(session)
 
-    def _session_of(self, past: Any) -> Session | None:
+    def _leader_of(self, past: Any) -> SessionLayer | None:
+        """The layer of a cache object of ours that keeps in touch with its session."""
         layers = getattr(past, "layers", None)
         if not isinstance(layers, list) or len(layers) <= self._leader:
             return None
-        book = getattr(layers[self._leader], "book", None)
-        return book if isinstance(book, Session) else None
+        leader = layers[self._leader]
+        return leader if isinstance(leader, SessionLayer) else None
 
     # -- a fresh cache --------------------------------------------------------------------------------------
 
@@ -478,8 +483,6 @@ class HFPlug:
     # -- later forwards -------------------------------------------------------------------------------------
 
     def _go_on(self, session: Session, call: dict[str, Any]) -> dict[str, Any]:
-        if session.closed:
-            session.refuse()
         name = self._call.cache_name
         if session.explicit and session.columns < session.prompt.shape[1]:
             outer = self._here.outer or OuterCall()

@@ -96,6 +96,9 @@ def plan_shared(rows: Sequence[Row], min_saved: int) -> list[Shared]:
             rows[leader].computed += stop - start
             for i in group:
                 rows[i].have = max(rows[i].have, stop)
+        if stop < shared:  # a short row ends here; the others go on together
+            groups.append([i for i in group if rows[i].limit > stop])
+            continue
         branches: list[list[int]] = []
         previous: int | None = None
         for i in group:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.core.errors import InvalidRequestError
 from radixkv.hf.layers import SessionLayer
 
 __all__ = ["Origin", "Session"]
@@ -81,7 +80,6 @@ class Session:
         self.layers = layers
         self.pads = pads
         self.explicit = explicit
-        self.closed = False
         self.trusted = True
         self.thread = threading.get_ident()
         self.prompt = ids
@@ -208,12 +206,6 @@ class Session:
             layer.cut(length)
         self.pads, self.trusted = pads, trusted
 
-    def refuse(self) -> None:
-        """Raise the error of a session that is used after its end."""
-        raise InvalidRequestError(
-            "this session has ended, and its cache with it: open another with cache.session(...)"
-        )
-
     # -- storing --------------------------------------------------------------------------------------------
 
     def commit(self, cache: PrefixCache, state: tuple[int, bytes, int], storable: Any) -> None:
@@ -234,6 +226,7 @@ class Session:
                 self.trusted = False
                 return
             self._doubt = None
+        self._committed = self.columns
         kinds = {
             (layer.keys.dtype, layer.keys.device) for layer in self._kv_layers() if layer.keys is not None
         }
@@ -263,9 +256,7 @@ class Session:
 
     def close(self) -> None:
         """Let go of everything; the layers refuse further use."""
-        self.closed = True
         self.trusted = False
         for layer in self._kv_layers():
-            layer.book = self
-            layer._keys = layer._values = None
+            layer.end()
         self._chunks = []

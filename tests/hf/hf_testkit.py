@@ -21,6 +21,9 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+import radixkv
+from radixkv import errors
+
 NULL = os.environ.get("RADIXKV_TEST_NULL") == "1"
 TOLERANCE = 2e-3  # FC-49: largest difference of fp32 logits, cold against warm
 PAD, BOS, EOS, FIRST, VOCAB = 0, 1, 2, 3, 64
@@ -149,6 +152,8 @@ def plain(call: Callable[[], Any]) -> Any:
 
 
 def greedy(model: Any, ids: torch.Tensor, n: int = 8, **kwargs: Any) -> torch.Tensor:
+    """`n` greedy tokens. With a mask: without one, a pad id in the ids would make a hole in the inferred mask."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(ids, max_new_tokens=n, do_sample=False, **kwargs)
 
 
@@ -206,8 +211,6 @@ def make_cache(model: Any, **kwargs: Any) -> Any:
     """`PrefixCache.for_model`, in a pool of 256 blocks of 4 tokens unless told otherwise."""
     if NULL:
         return NullCache()
-    import radixkv
-
     if not kwargs.keys() & {"num_blocks", "num_tokens", "memory"}:
         kwargs["num_blocks"] = 256
     kwargs.setdefault("block_size", 4)
@@ -328,12 +331,10 @@ def right_or_clear_error(call: Callable[[], Any], check: Callable[[Any], None]) 
     """Run `call`: either a RadixKVError with a message, or `check` decides. True when there was a result."""
     if NULL:
         return False
-    from radixkv.errors import RadixKVError
-
     result = None
     try:
         result = call()
-    except RadixKVError as error:
+    except errors.RadixKVError as error:
         message = str(error)
     else:
         check(result)

@@ -81,7 +81,7 @@ def test_a_cold_batch_computes_each_prefix_once(arch: str) -> None:
     reference = twin(model)
     cache = make_cache(model)
     shared = prompt(24)
-    prompts = [join(shared, prompt(6, seed=i + 1)) for i in range(8)]
+    prompts = [join(shared, torch.tensor([[10 + i]]), prompt(5, seed=i)) for i in range(8)]
     batch = {"input_ids": torch.cat(prompts), "attention_mask": torch.ones(8, 30, dtype=torch.long)}
     expected = batch_greedy(reference, batch)
     with cache.attached(model), count_tokens(model) as counts:
@@ -169,7 +169,7 @@ def test_rows_that_stop_early_leave_true_tokens_only(arch: str) -> None:
         expect_same(cache, model, lambda m, ids=chat: greedy(m, ids, 4), reference)
         if not NULL:
             hit = rows(cache)[0][1]
-            assert hit in (given.shape[1] + len(new) - 1, given.shape[1] + len(new))
+            assert hit - given.shape[1] - len(new) in (-1, 0)
         # The same answer with pads behind it, as a client may send it back by mistake.
         padded = join(given, torch.tensor([[*new, 0, 0, 0]]), prompt(2, seed=78))
         mask = torch.ones_like(padded)
@@ -193,7 +193,7 @@ def test_a_pad_id_inside_the_prompt_makes_a_hole_in_the_inferred_mask() -> None:
     ids[0, 6] = 0
     full = torch.ones_like(ids)
     for _ in range(2):
-        expect_same(cache, model, lambda m: greedy(m, ids), reference)
+        expect_same(cache, model, lambda m: m.generate(ids, max_new_tokens=8, do_sample=False), reference)
         expect_same(cache, model, lambda m: greedy(m, ids, attention_mask=full), reference)
 
 
@@ -208,7 +208,7 @@ def test_a_prompt_that_starts_with_the_pad_id(arch: str) -> None:
     for _ in range(2):
         expect_same(cache, model, lambda m: greedy(m, ids, attention_mask=torch.ones_like(ids)), reference)
         expect_same(cache, model, lambda m: greedy(m, ids, attention_mask=masked), reference)
-        expect_same(cache, model, lambda m: greedy(m, ids), reference)
+        expect_same(cache, model, lambda m: m.generate(ids, max_new_tokens=8, do_sample=False), reference)
 
 
 def test_a_bool_or_float_mask() -> None:

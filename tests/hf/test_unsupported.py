@@ -9,7 +9,11 @@ import torch
 import transformers as tf
 from hf_testkit import NULL, VOCAB, needs_cache, snapshot, tiny
 
+import radixkv
+from radixkv import errors
+
 pytestmark = [pytest.mark.filterwarnings("default"), needs_cache]
+
 
 SMALL: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -82,10 +86,6 @@ def test_refused_with_one_clear_sentence(name: str) -> None:
         tf.Gemma3TextConfig(**SMALL)
     ):
         pytest.skip("not in this version")
-    from radixkv.errors import UnsupportedModelError
-
-    import radixkv
-
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     before = snapshot(model)
@@ -94,7 +94,7 @@ def test_refused_with_one_clear_sentence(name: str) -> None:
         cache = radixkv.PrefixCache.for_model(model, num_blocks=16, block_size=4)
         cache.attach(model)
 
-    with pytest.raises(UnsupportedModelError) as caught:
+    with pytest.raises(errors.UnsupportedModelError) as caught:
         use()
     assert len(str(caught.value)) > 20
     assert snapshot(model) == before
@@ -102,25 +102,17 @@ def test_refused_with_one_clear_sentence(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "bart", "rwkv"])
 def test_refused_at_attach_by_a_cache_of_another_model(name: str) -> None:
-    from radixkv.errors import RadixKVError
-
-    import radixkv
-
     cache = radixkv.PrefixCache.for_model(tiny(), num_blocks=16, block_size=4)
     model = MODELS[name]().eval()
     before = snapshot(model)
-    with pytest.raises(RadixKVError):
+    with pytest.raises(errors.RadixKVError):
         cache.attach(model)
     assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("thing", [None, "gpt2", 3, torch.nn.Linear(2, 2), tf.LlamaConfig(), object()])
 def test_not_a_model_at_all(thing: Any) -> None:
-    from radixkv.errors import RadixKVError
-
-    import radixkv
-
     assert not NULL
-    with pytest.raises((RadixKVError, TypeError)) as caught:
+    with pytest.raises((errors.RadixKVError, TypeError)) as caught:
         radixkv.PrefixCache.for_model(thing, num_blocks=16)
     assert len(str(caught.value)) > 10

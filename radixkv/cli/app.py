@@ -43,11 +43,10 @@ def run(arguments: list[str]) -> int:
     """Run a command line and return its exit code. A mistake of the user ends in one line on stderr."""
     try:
         code = app(args=arguments, prog_name="radixkv", standalone_mode=False)
-        sys.stdout.flush()
         return EXIT_OK if code is None else int(code)
     except (KeyboardInterrupt, typer.Abort, _Interrupted):
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
+    except _ReaderGone:
         # The reader has gone; without this the interpreter fails once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
@@ -67,11 +66,19 @@ class _Interrupted(Exception):
     """Ctrl-C in a command; typer would end the process without a word."""
 
 
-def _interruptible(work: Callable[[], int]) -> int:
+class _ReaderGone(Exception):
+    """Whoever read our output has left (`| head`); typer would end with 1, which means something else here."""
+
+
+def _guarded(work: Callable[[], int]) -> int:
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt as error:
         raise _Interrupted from error
+    except BrokenPipeError as error:
+        raise _ReaderGone from error
 
 
 def _fail(message: str, code: int = EXIT_USAGE) -> int:
@@ -117,7 +124,7 @@ def info(output: FormatOption = Format.table) -> int:
             collect.print_tables(found)
         return EXIT_OK
 
-    return _interruptible(work)
+    return _guarded(work)
 
 
 @app.command()
@@ -169,4 +176,4 @@ def demo(
             print_report(result, setting, make_console())
         return EXIT_OK if result.same_tokens else EXIT_DIFFERS
 
-    return _interruptible(work)
+    return _guarded(work)

@@ -121,14 +121,7 @@ def summary_table(result: DemoResult) -> Table:
     """One line for each workload and one for all."""
     table = _table("Summary: tokens and TTFT summed over the requests of each workload")
     table.add_column("Workload", no_wrap=True)
-    for name in (
-        "Re-\nquests",
-        "Prompt\ntokens",
-        "Prefill\nskipped",
-        "TTFT\nwithout",
-        "TTFT\nwith",
-        "Speed-up\ntotal",
-    ):
+    for name in ("Prompt\ntokens", "Prefill\nskipped", "TTFT\nwithout", "TTFT\nwith", "Speed-up\ntotal"):
         table.add_column(name, justify="right")
     table.add_column("Speed-up\nmedian", justify="right")
     table.add_column("Same\ntokens", justify="center")
@@ -139,7 +132,6 @@ def summary_table(result: DemoResult) -> Table:
         summary = summarise(requests)
         table.add_row(
             title,
-            str(summary["requests"]),
             f"{summary['prompt_tokens']:,}",
             _percent(summary["prefill_skipped"]),
             format_seconds(summary["ttft_without_s"]),

@@ -121,8 +121,6 @@ TRIAGE_QUERIES: list[str] = [
     "A manhole cover on Bridge Street has sunk by a hand's width, and every car that drives over it makes a bang.",
     "There has been a puddle over the stop valve in front of number 7 for a week, and it has not rained since.",
     "The net of the football goal in the meadow is torn, and the slide next to it has a sharp edge at the bottom.",
-    "The collection calendar for our street was not delivered this year. When do you take the Christmas trees?",
-    "Builders opposite the hospital use a jackhammer from six, long before the hour on their notice.",
 ]
 
 CHAT_SYSTEM = """\

@@ -72,7 +72,7 @@ def make_workloads(chat_format: ChatFormat, *, formatted: bool, quick: bool = Fa
         formatted: `chat_format` writes the special tokens that start a prompt.
         quick: Fewer requests of each kind.
     """
-    num_queries, num_turns, num_unrelated = (3, 2, 2) if quick else (8, 5, 5)
+    num_queries, num_turns, num_unrelated = (3, 2, 2) if quick else (6, 5, 4)
     branches = texts.STORY_BRANCHES[:1] if quick else texts.STORY_BRANCHES
     num_branching = 1 + len(branches) + sum(len(leaves) for _, leaves in branches)
     rounds = 1 if quick else 3
@@ -103,14 +103,15 @@ def chat(chat_format: ChatFormat, formatted: bool, num_turns: int) -> PromptStre
 
 def branching(branches: Iterable[tuple[str, list[str]]]) -> PromptStream:
     """One start of a story, continued in several ways, each of them again in several ways."""
-    yield Prompt("start", texts.STORY_START)
+    limit = 16  # the story is written on by many requests
+    yield Prompt("start", texts.STORY_START, max_new_tokens=limit)
     for number, (branch, leaves) in enumerate(branches, 1):
-        yield Prompt(f"branch {number}", texts.STORY_START + branch)
+        yield Prompt(f"branch {number}", texts.STORY_START + branch, max_new_tokens=limit)
         for letter, leaf in zip("abcdefgh", leaves, strict=False):
-            yield Prompt(f"branch {number}{letter}", texts.STORY_START + branch + leaf)
+            yield Prompt(f"branch {number}{letter}", texts.STORY_START + branch + leaf, max_new_tokens=limit)
 
 
 def unrelated(num_prompts: int, rounds: int) -> PromptStream:
     """Prompts that have nothing in common: what looking for a prefix costs when there is none."""
     for label, text in texts.UNRELATED[:num_prompts]:
-        yield Prompt(label, text, rounds=rounds)
+        yield Prompt(label, text, max_new_tokens=12, rounds=rounds)

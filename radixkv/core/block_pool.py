@@ -155,7 +155,7 @@ class BlockPool:
             if n == 0:
                 return np.empty(0, np.int32)
             ids = self._stack[top - n : top][::-1].copy()
-            if ids.item(-1) - ids.item(0) != n - 1:
+            if ids.item(-1) - ids.item(0) != n - 1 or not is_ascending(ids):
                 if self._released_since_sort >= top:
                     # Sorting costs O(top log top), and at least as many blocks came back since the last time.
                     self._stack[:top] = np.sort(self._stack[:top])[::-1]

@@ -179,13 +179,9 @@ class BlockTable:
         """`int64[stop - start]`: where the tokens at positions `start` to `stop - 1` lie."""
         if not 0 <= start <= stop <= self._num_tokens:
             raise InvalidRequestError(f"positions {start} to {stop} are not within {self._num_tokens} tokens")
-        if start == stop:
-            return np.empty(0, np.int64)
-        size = self._block_size
-        first = start // size
-        blocks = self._ids[first : -(-stop // size)].astype(np.int64)
-        slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
-        return slots[start - first * size : stop - first * size]
+        position = np.arange(start, stop, dtype=np.int64)
+        block, offset = np.divmod(position, self._block_size)
+        return self._ids[block].astype(np.int64) * self._block_size + offset
 
     def check(self) -> None:
         """Raise `CacheCorruptionError`, with values, at the first invariant broken. For tests."""

@@ -127,7 +127,7 @@ class _Place(NamedTuple):
         grows: The leaf that is to be continued in place, or None.
         old_tail: Block at its end that is only partly filled and will be filled further or replaced, or -1.
         have: Blocks of the tree that hold leading blocks of the sequence.
-        known: Bytes of the sequence that the tree has, those in `old_tail` included.
+        known: Bytes of the sequence that those hold, and `old_tail` if it is one.
     """
 
     node: Node
@@ -552,8 +552,7 @@ class RadixTree:
                 parent = place.node
                 if place.child is not None:
                     parent = self._split(root, place.child, place.matched // block_bytes)
-                begin = num_have * block_bytes
-                self._add_child(root, parent, bytearray(data[begin:stop]), bytearray(fresh.tobytes()))
+                self._add_child(root, parent, bytearray(data[known:stop]), bytearray(fresh.tobytes()))
         if num_have and self._policy.priority.item(have.item(-1)) < self._now:
             self._policy.on_use(pool.index(have), self._now)
         num_new_tokens = (stop - known) // TOKEN_BYTES if len(fresh) else 0
@@ -568,7 +567,11 @@ class RadixTree:
         grows: Node | None = None
         if child is not None:
             # If the sequence ends here, its tail is a prefix of a cached block and covered too.
-            num = matched // block_bytes if known < stop else -(-matched // block_bytes)
+            num = matched // block_bytes
+            if known == stop:
+                num = -(-matched // block_bytes)
+            else:
+                known = start + num * block_bytes
             pieces.append(child.blocks[: num * ID_BYTES])
         elif known < stop:
             if not node.num_children and node is not root:

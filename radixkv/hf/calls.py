@@ -75,6 +75,7 @@ def bypass_reason(
     training: bool,
     use_cache_default: bool,
     shortened: bool,
+    differentiable: bool,
 ) -> str | None:
     """Why the first forward of a cache must be left alone, judged by its arguments; None if it can be served."""
     past = call.get(cache_name)
@@ -93,7 +94,7 @@ def bypass_reason(
         ("foreign_cache", past is not None and not is_fresh_dynamic(past)),
         ("extra_inputs", any(_is_data(value) for name, value in call.items() if name not in known)),
         ("full_logits", isinstance(outer.keep, Tensor)),
-        ("grad", not outer.wants_cache and torch.is_grad_enabled()),
+        ("grad", differentiable and torch.is_grad_enabled()),
     )
     for reason, applies in checks:
         if applies:

@@ -7,6 +7,9 @@ was opened for. What can be set right is set right; what cannot is refused.
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +19,83 @@ from radixkv.core.errors import InvalidRequestError
 from radixkv.hf.calls import OuterCall, trimmed
 from radixkv.hf.session import Session
 
-__all__ = ["guard_prompt"]
+__all__ = ["GenerateGuard", "guard_prompt"]
+
+
+class GenerateGuard:
+    """Lets `generate()` show its whole `input_ids` while sessions are open.
+
+    `generate()` slices off what a filled cache holds before any forward, so the hooks on forwards never see those
+    tokens. It goes through `prepare_inputs_for_generation` first; that method is wrapped on the model object from
+    the first `enter` to the last `leave`, and only looks at calls that bring the cache of a session.
+
+    Args:
+        model: The causal LM.
+        session_of: Finds the explicit session of a cache object.
+    """
+
+    def __init__(self, model: Any, session_of: Callable[[Any], Session | None]) -> None:
+        self._model = model
+        self._session_of = session_of
+        self._lock = threading.Lock()
+        self._users = 0
+        self._own: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1 or not hasattr(self._model, "prepare_inputs_for_generation"):
+                return
+            prepare = self._model.prepare_inputs_for_generation
+            self._own = self._model.__dict__.get("prepare_inputs_for_generation")
+
+            @functools.wraps(prepare)
+            def checked(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+                for name in ("cache", "past_key_values"):
+                    session = self._session_of(kwargs.get(name))
+                    if session is not None:
+                        _check_continues(session, input_ids)
+                return prepare(input_ids, *args, **kwargs)
+
+            self._model.prepare_inputs_for_generation = checked
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._model.__dict__.pop("prepare_inputs_for_generation", None)
+                if self._own is not None:
+                    self._model.prepare_inputs_for_generation = self._own
+                    self._own = None
+
+
+def _check_continues(session: Session, input_ids: Tensor) -> None:
+    """Raise unless `input_ids` begin with what the session's cache holds, and with its prompt."""
+    if input_ids.dim() != 2:
+        return
+    if session.columns < session.prompt.shape[1] and input_ids.shape[1] < session.prompt.shape[1]:
+        # A chunk of the prompt, from the start or from where the cache ends.
+        prompt = _expanded(session.prompt, input_ids)
+        if _agrees(prompt, 0, input_ids) or _agrees(prompt, session.columns, input_ids):
+            return
+    elif all(_begins_with(input_ids, _expanded(held, input_ids)) for held in (session.ids(), session.prompt)):
+        return
+    raise InvalidRequestError(
+        f"generate() was given other token ids than this session holds ({session.columns} columns, opened with "
+        f"{session.prompt.shape[1]}): pass the ids it was opened with, followed by what was generated in it"
+    )
+
+
+def _expanded(held: Tensor, input_ids: Tensor) -> Tensor:
+    """Rows repeated as `generate()` does for beams, where the session has not seen that yet."""
+    if held.shape[0] != input_ids.shape[0] and input_ids.shape[0] % held.shape[0] == 0:
+        return held.repeat_interleave(input_ids.shape[0] // held.shape[0], dim=0)
+    return held
+
+
+def _begins_with(input_ids: Tensor, held: Tensor) -> bool:
+    n = held.shape[1]
+    return n <= input_ids.shape[1] and bool((input_ids[:, :n].to(held.device) == held).all())
 
 
 def guard_prompt(

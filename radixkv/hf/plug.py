@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from radixkv.core.tokens import as_tokens
 from radixkv.hf.calls import WHY, OuterCall, bypass_reason, cache_in, left_padding, trimmed
 from radixkv.hf.compat import DynamicCache, ForwardCall, bare_cache, install_layers, text_config
 from radixkv.hf.fill import Filler
-from radixkv.hf.guard import guard_prompt
+from radixkv.hf.guard import GenerateGuard, guard_prompt
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
@@ -79,6 +79,24 @@ class _Here(threading.local):
     last_bypass: tuple[str, int] | None = None
 
 
+class _OneSession:
+    """The context manager of a session. It can be entered once: its cache ends with the block."""
+
+    def __init__(self, inner: AbstractContextManager[SessionCache]) -> None:
+        self._inner: AbstractContextManager[SessionCache] | None = inner
+        self._entered: AbstractContextManager[SessionCache] | None = None
+
+    def __enter__(self) -> SessionCache:
+        if self._inner is None:
+            raise InvalidRequestError("a session can be entered once: open another with cache.session(...)")
+        self._entered, self._inner = self._inner, None
+        return self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self._entered is not None
+        return self._entered.__exit__(*error)
+
+
 class HFPlug:
     """Connects one cache with one model. Made by `PrefixCache.for_model`.
 
@@ -91,8 +109,10 @@ class HFPlug:
         self._cache = cache
         self.model = unwrap_model(model)
         self.base = self.model.base_model
-        self._watch = ModelWatch(self.model, ignore=(self.model, self.base))
         self._rope = RopeRule.of(self.model)
+        self._watch = ModelWatch(
+            self.model, ignore=(self.model, self.base), derived_buffers=self._rope.kind == "plain"
+        )
         self._fill = Filler(cache, self.model, may_compute=self._rope.kind == "plain")
         self._dtype = next(self.model.parameters()).dtype
         self._num_hidden_layers = self._count_layers()
@@ -105,6 +125,7 @@ class HFPlug:
         self._users = 0
         self._lock = threading.RLock()
         self._here = _Here()
+        self._guard = GenerateGuard(self.model, lambda past: self._explicit_session(past))
         self._live: weakref.WeakSet[Session] = weakref.WeakSet()
         self._dead: deque[Session] = deque()
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -135,12 +156,17 @@ class HFPlug:
             self._uninstall()
         self.flush()
 
-    @contextmanager
-    def session(self, input_ids: Any, namespace: Namespace, attention_mask: Any) -> Iterator[SessionCache]:
-        self._check_model(self.model)
+    def session(self, input_ids: Any, namespace: Namespace, attention_mask: Any) -> _OneSession:
+        canonical_namespace(namespace)
         ids, pads = self._prompt(input_ids, attention_mask)
+        return _OneSession(self._session(ids, pads, namespace))
+
+    @contextmanager
+    def _session(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> Iterator[SessionCache]:
+        self._check_model(self.model)
         self.flush()
         self._install(self.model)
+        self._guard.enter()
         session: Session | None = None
         try:
             past, session = self._open(ids, pads, namespace)
@@ -150,6 +176,7 @@ class HFPlug:
         finally:
             if session is not None:
                 session.close()
+            self._guard.leave()
             self._uninstall()
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
@@ -310,6 +337,11 @@ class HFPlug:
             with self._busy():
                 self._store(session)
 
+    def _explicit_session(self, past: Any) -> Session | None:
+        leader = self._leader_of(past)
+        session = None if leader is None else leader.book
+        return session if isinstance(session, Session) and session.explicit else None
+
     def _leader_of(self, past: Any) -> SessionLayer | None:
         """The layer of a cache object of ours that keeps in touch with its session."""
         layers = getattr(past, "layers", None)
@@ -334,6 +366,8 @@ class HFPlug:
             training=self.base.training,
             use_cache_default=bool(getattr(text_config(self.model), "use_cache", True)),
             shortened=self._count_layers() != self._num_hidden_layers,
+            # Cached KV has no graph: gradients through it would silently lack the prefix's part.
+            differentiable=any(parameter.requires_grad for parameter in self.model.parameters()),
         )
         if reason is None:
             ids = call["input_ids"]

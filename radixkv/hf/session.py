@@ -161,7 +161,8 @@ class Session:
 
     # -- told by the first layer ----------------------------------------------------------------------------
 
-    def _ids(self) -> Tensor:
+    def ids(self) -> Tensor:
+        """`[rows, columns]`: the tokens that were fed so far."""
         if len(self._chunks) != 1:
             self._chunks = [torch.cat(self._chunks, dim=1)] if self._chunks else []
         return self._chunks[0] if self._chunks else self.prompt[:, :0]
@@ -171,7 +172,7 @@ class Session:
         self._committed = 0
 
     def cropped(self, length: int) -> None:
-        self._chunks = [self._ids()[:, :length]]
+        self._chunks = [self.ids()[:, :length]]
         self._committed = 0
         if length == 0:
             # Also the padding is gone: what follows may be anything.
@@ -234,7 +235,7 @@ class Session:
             self.trusted = False
             cache.recorder.record_bypass("dtype")
             return
-        ids = self._ids().cpu().numpy().astype(np.int64, copy=False)
+        ids = self.ids().cpu().numpy().astype(np.int64, copy=False)
         for row, pad in enumerate(self.pads.tolist()):
             tokens = self._without_filler(ids[row, pad:], self.prompt.shape[1] - pad)
             tokens = tokens[: storable(self.origin.prompt_tokens, len(tokens))]
@@ -247,12 +248,12 @@ class Session:
         if self._filler is None:
             return tokens
         pad, ends = self._filler
-        stop = len(tokens)
-        while stop > prompt and tokens[stop - 1] == pad:
-            stop -= 1
-        if stop < len(tokens) and pad in ends:
-            stop += 1  # the first one was the end token itself
-        return tokens[:stop]
+        ended = np.flatnonzero(np.isin(tokens[prompt:], list(ends)))
+        if len(ended):
+            stop = prompt + int(ended[0]) + 1
+            if (tokens[stop:] == pad).all():
+                return tokens[:stop]
+        return tokens
 
     def close(self) -> None:
         """Let go of everything; the layers refuse further use."""

@@ -67,6 +67,13 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} attends in both directions: KV of a prefix depends on what follows"
         )
+    for module in model.base_model.modules():
+        # With a layer index, it caches KV; vision towers and the like have none.
+        if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None:
+            raise UnsupportedModelError(
+                f"{name} attends in both directions ({type(module).__name__}.is_causal is False): KV of a prefix "
+                "depends on what follows"
+            )
     dynamic = getattr(model, "_supports_default_dynamic_cache", None)
     if callable(dynamic) and not dynamic():
         raise UnsupportedModelError(
@@ -113,13 +120,20 @@ def probe_model(model: Any) -> KVLayout:
     whole, parts = (logits[0, -1].double() for logits in (whole, parts))
     spread = float((whole - whole.mean()).norm()) or 1.0
     error_share = float((whole - parts).norm()) / spread
-    # Low precision differs by rounding, and mixture-of-experts routing amplifies it; ignoring the cache gives ~1.
-    if not error_share < (0.1 if parameter.dtype in (torch.float32, torch.float64) else 0.5):
+    # In fp32 the two runs differ by rounding, near 1e-6. In low precision by some per cent, and more where the
+    # routing of a mixture of experts flips.
+    if not error_share < _tolerance(parameter):
         raise UnsupportedModelError(
             f"{type(inner).__name__} gives other logits when it continues from its own KV cache (relative "
             f"difference {error_share:.2g}): KV of a prefix does not stand for the prefix in this model"
         )
     return _layout_of(inner, cache)
+
+
+def _tolerance(parameter: torch.Tensor) -> float:
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return 0.3
+    return 1e-3 if parameter.device.type == "cpu" else 3e-2  # accelerators may multiply fp32 in TF32
 
 
 def _layout_of(model: Any, cache: Any) -> KVLayout:

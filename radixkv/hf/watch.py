@@ -38,12 +38,17 @@ class ModelWatch:
     Args:
         model: The causal LM whose KV is cached.
         ignore: Modules whose own hooks do not count (where observers sit, and our own hooks).
+        derived_buffers: Whether buffers outside of the state dict count, such as rotary frequencies. Not where
+            the model itself rewrites them as prompts grow.
     """
 
-    def __init__(self, model: torch.nn.Module, ignore: tuple[torch.nn.Module, ...]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, ignore: tuple[torch.nn.Module, ...], derived_buffers: bool = True
+    ) -> None:
         global _hook
         self._model = model
         self._ignore = {id(module) for module in ignore}
+        self._derived_buffers = derived_buffers
         self._epoch = 0
         self._lock = threading.Lock()
         self._patches: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
@@ -81,7 +86,7 @@ class ModelWatch:
         self._modules = list(self._model.modules())
         tensors: dict[int, torch.Tensor] = {}
         for module in self._modules:
-            skipped = module._non_persistent_buffers_set  # derived values such as rotary tables
+            skipped = () if self._derived_buffers else module._non_persistent_buffers_set
             buffers = (b for name, b in module._buffers.items() if name not in skipped)
             for tensor in (*module._parameters.values(), *buffers):
                 if tensor is not None:

@@ -84,19 +84,10 @@ def one_prefix(args: Any, report: Report, model: Any, plain: Any) -> None:
 
     times = in_turn(args.rounds, prepare, check)
     floor = "floor: forward on a ready cache"
+    name, recipe = "one prefix, generate() attached", "deepcopy(prompt_cache) recipe"
     report.add("one prefix, model(...) attached", floor, pairs(times, "floor", "attached forward"), "<= 1.10")
-    report.add(
-        "one prefix, generate() attached",
-        floor,
-        pairs(times, "floor for generate", "attached generate"),
-        "<= 1.10",
-    )
-    report.add(
-        "one prefix, generate() attached",
-        "deepcopy(prompt_cache) recipe",
-        pairs(times, "recipe", "attached generate"),
-        "<= 1.00",
-    )
+    report.add(name, floor, pairs(times, "floor for generate", "attached generate"), "<= 1.10")
+    report.add(name, recipe, pairs(times, "recipe", "attached generate"), "<= 1.00")
     report.add("the recipe itself", floor, pairs(times, "floor for generate", "recipe"))
 
     def prepare_cold(index: int) -> dict[str, Any]:
@@ -124,6 +115,7 @@ def branching(args: Any, report: Report, model: Any, plain: Any) -> None:
     ]
     report.shapes["set"] = f"{len(prompts)} prompts of {prompts[0].shape[1]}"
     cache = make_cache(model, sum(prompt.shape[1] + 32 for prompt in prompts))
+    cache.attach(model)
 
     def serve_plain() -> torch.Tensor:
         return torch.cat([first_token(plain, prompt) for prompt in prompts])
@@ -137,8 +129,7 @@ def branching(args: Any, report: Report, model: Any, plain: Any) -> None:
         return torch.cat(answers)
 
     def serve_attached() -> torch.Tensor:
-        with cache.attached(model):
-            return torch.cat([first_token(model, prompt) for prompt in prompts])
+        return torch.cat([first_token(model, prompt) for prompt in prompts])
 
     def prepare(index: int) -> dict[str, Any]:
         cache.clear()
@@ -148,17 +139,10 @@ def branching(args: Any, report: Report, model: Any, plain: Any) -> None:
     times = in_turn(args.set_rounds, prepare, same_tokens)
     stats = cache.stats
     note = f"{stats.hit_tokens:,} of {stats.prompt_tokens:,} prompt tokens served from the cache"
-    report.add(
-        "branching prompts, whole set, attached",
-        "plain generate()",
-        pairs(times, "plain", "attached"),
-        notes=note,
-    )
-    report.add(
-        "branching prompts, whole set, attached",
-        "deepcopy recipe, best prefix",
-        pairs(times, "recipe", "attached"),
-    )
+    name = "branching prompts, whole set, attached"
+    report.add(name, "plain generate()", pairs(times, "plain", "attached"), notes=note)
+    report.add(name, "deepcopy recipe, best prefix", pairs(times, "recipe", "attached"))
+    cache.detach()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

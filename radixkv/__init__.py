@@ -33,7 +33,7 @@ __all__ = [*sorted(_HOME), "__version__", "errors"]
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
-        value: Any = importlib.import_module("radixkv.core.errors")
+        value: Any = importlib.import_module("radixkv.errors")
     elif name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     else:
@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from radixkv.cache.prefix_cache import Lease, PrefixCache
-    from radixkv.core import errors
+    from radixkv import errors
     from radixkv.core.block_pool import BlockPool
     from radixkv.core.block_table import BlockCopy, BlockTable
     from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail

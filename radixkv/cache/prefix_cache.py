@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from radixkv.cache.locking import BooksLock
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -41,8 +41,8 @@ class KVSource(Protocol):
 class ModelPlug(Protocol):
     """What the facade needs of the code that knows a model's library (see `radixkv.hf`)."""
 
-    def attach(self, model: Any, namespace: Namespace) -> None: ...
-    def detach(self) -> None: ...
+    def attach(self, model: Any, namespace: Namespace) -> int: ...
+    def detach(self, attachment: int | None = None) -> None: ...
     def session(
         self, input_ids: Any, namespace: Namespace, attention_mask: Any
     ) -> AbstractContextManager[Any]: ...
@@ -50,30 +50,6 @@ class ModelPlug(Protocol):
     def flush(self) -> None: ...
     def discard(self, namespace: bytes | None) -> None: ...
     def invalidate(self) -> None: ...
-
-
-class _OwnedLock:
-    """A reentrant lock that can tell whether the calling thread holds it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._owner: int | None = None
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-        self._lock.release()
-
-    @property
-    def owned(self) -> bool:
-        return self._owner == threading.get_ident()
 
 
 class Lease:
@@ -151,7 +127,7 @@ class PrefixCache:
         self._evicted_before = 0
         # One lock over pool and tree. KV is copied outside of it: a leased block does not change, and a
         # freshly allocated one is known to nobody else.
-        self._lock = _OwnedLock()
+        self._lock = BooksLock()
         self._keys_of: dict[bytes, set[bytes]] = {}
         self._plug: ModelPlug | None = None
 
@@ -219,11 +195,11 @@ class PrefixCache:
     def attached(self, model: Any, *, namespace: Namespace = None) -> Iterator[PrefixCache]:
         """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
         plug = self._need_plug()
-        plug.attach(model, namespace)
+        attachment = plug.attach(model, namespace)
         try:
             yield self
         finally:
-            plug.detach()
+            plug.detach(attachment)
 
     def session(
         self, input_ids: Any, *, namespace: Namespace = None, attention_mask: Any = None
@@ -258,7 +234,13 @@ class PrefixCache:
         """Keep the cached part of `tokens` from being evicted until the lease is released."""
         array = as_tokens(tokens)
         self._flush()
-        return Lease(self, self.lookup(array, self._key(namespace, len(array))))
+        holder: list[Match] = []
+        try:
+            return Lease(self, self.lookup(array, self._key(namespace, len(array)), holder))
+        except BaseException:
+            for match in holder:
+                self.release(match)
+            raise
 
     def clear(self, namespace: Namespace = None) -> int:
         """Forget everything cached, or everything in one namespace (None: all). All or nothing.
@@ -371,11 +353,22 @@ class PrefixCache:
         with self._lock:
             self._keys_of.setdefault(namespace, set()).add(key)
 
-    def lookup(self, tokens: np.ndarray, key: bytes, max_tokens: int | None = None) -> Match:
-        """Match and hold the longest cached prefix; give it back with `release`."""
+    def lookup(
+        self, tokens: np.ndarray, key: bytes, holder: list[Match], max_tokens: int | None = None
+    ) -> Match:
+        """Match and hold the longest cached prefix; give it back with `release`.
+
+        Args:
+            tokens: int64 `[num_tokens]`.
+            key: Tree namespace.
+            holder: The match is appended here while interrupts are held back, so that an exception right
+                after cannot lose it.
+            max_tokens: Upper limit of the match.
+        """
         begin = time.perf_counter()
         with self._lock:
             match = self.tree.match(tokens, key, max_tokens=max_tokens)
+            holder.append(match)
         self._recorder.add(lookup_seconds=time.perf_counter() - begin)
         return match
 
@@ -395,21 +388,20 @@ class PrefixCache:
         """
         begin = time.perf_counter()
         size = self.block_size
-        with self._lock:
-            match = self.tree.match(tokens, key, partial=False)
-            known = match.num_tokens
-            fresh: np.ndarray | None = None
-            if known < len(tokens) and known >= source.first_position:
-                wanted = -(-len(tokens) // size) - len(match.blocks)
-                room = min(wanted, self.pool.num_free + self.tree.num_evictable_blocks)
-                if room:
-                    tokens = tokens[: min(len(tokens), known + room * size)]
-                    fresh = self.tree.allocate(room)
-            if fresh is None:
-                match.release()
-                return 0
-            held = np.concatenate((match.take(), fresh))
+        held = np.empty(0, dtype=np.int32)
         try:
+            with self._lock:
+                match = self.tree.match(tokens, key, partial=False)
+                known = match.num_tokens
+                held = match.take()
+                if known == len(tokens) or known < source.first_position:
+                    return 0
+                wanted = -(-len(tokens) // size) - len(held)
+                room = min(wanted, self.pool.num_free + self.tree.num_evictable_blocks)
+                if room == 0:
+                    return 0
+                held = np.concatenate((held, self.tree.allocate(room)))
+            tokens = tokens[: len(held) * size]
             where = self.store.locate(held, known, len(tokens))
             for layer, kind in enumerate(self.layout.layers):
                 if kind is not None:
@@ -420,6 +412,7 @@ class PrefixCache:
         finally:
             with self._lock:
                 self.pool.release(held)
+                held = held[:0]
         self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=result.num_new_tokens)
         return result.num_new_tokens
 
@@ -427,6 +420,11 @@ class PrefixCache:
     def locked_by_me(self) -> bool:
         """Whether this thread is inside an operation of this cache (a garbage collection may run there)."""
         return self._lock.owned
+
+    @property
+    def lock(self) -> BooksLock:
+        """Guards pool and tree; hold it to read or change both together."""
+        return self._lock
 
     @property
     def recorder(self) -> StatsRecorder:

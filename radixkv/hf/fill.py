@@ -100,8 +100,7 @@ class Filler:
         climbs: list[Climb] = []
         try:
             for row in rows:
-                matches.append(self._cache.lookup(row.tokens, key, max_tokens=row.limit))
-                row.have = matches[-1].num_tokens
+                row.have = self._cache.lookup(row.tokens, key, matches, row.limit).num_tokens
             cached = [row.have for row in rows]
             skip = min(row.column for row in rows)
             if len(rows) > 1 and self._may_compute and ahead < columns:

@@ -121,6 +121,7 @@ class HFPlug:
         self._leader = next(i for i, layer in enumerate(cache.layout.layers) if layer is not None)
         self._namespace: Namespace = None
         self._attached = False
+        self._attachment = 0
         self._handles: list[Any] = []
         self._users = 0
         self._lock = threading.RLock()
@@ -133,11 +134,11 @@ class HFPlug:
 
     # -- the interface of ModelPlug -------------------------------------------------------------------------
 
-    def attach(self, model: Any, namespace: Namespace) -> None:
+    def attach(self, model: Any, namespace: Namespace) -> int:
         canonical_namespace(namespace)
         check_supported(unwrap_model(model))
         self._check_model(model)
-        with _attach_lock:
+        with _attach_lock, self._cache.lock:
             other = _attached.get(self.model)
             if other is not None:
                 whose = "this cache" if other is self else "another cache"
@@ -146,9 +147,13 @@ class HFPlug:
             self._install(model)
             self._attached = True
             _attached[self.model] = self
+            self._attachment += 1
+            return self._attachment
 
-    def detach(self) -> None:
-        with _attach_lock:
+    def detach(self, attachment: int | None = None) -> None:
+        with _attach_lock, self._cache.lock:
+            if attachment is not None and not (self._attached and self._attachment == attachment):
+                return  # the block this one belongs to was detached by hand
             if not self._attached:
                 raise InvalidRequestError("no model is attached to this cache")
             self._attached = False

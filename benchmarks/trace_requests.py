@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import platform
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+import radixkv
 from radixkv.core import BlockPool, RadixTree
 
 TRACE_BLOCK = 512
@@ -71,7 +73,9 @@ class Expander:
         parts = []
         for h in request.hash_ids:
             if h not in self._blocks:
-                self._blocks[h] = np.random.default_rng(h).integers(0, VOCABULARY, TRACE_BLOCK).astype(np.int32)
+                self._blocks[h] = (
+                    np.random.default_rng(h).integers(0, VOCABULARY, TRACE_BLOCK).astype(np.int32)
+                )
             parts.append(self._blocks[h])
         return np.concatenate(parts)[: request.num_tokens].astype(np.int64)
 
@@ -126,27 +130,112 @@ def replay(requests: list[Request], block_size: int, num_blocks: int, *, parts: 
     return result
 
 
+def brute_force_hits(requests: list[Request], block_size: int, num_blocks: int) -> int:
+    """Hit tokens of an LRU that knows blocks only: a dict from all tokens up to a block's end to its last use.
+
+    Victims are found by sorting, blocks of the running request are never among them, and among blocks of one
+    request the deeper one goes first.
+    """
+    cached: dict[bytes, tuple[int, int]] = {}  # key -> (last use, -depth)
+    hits = 0
+    for now, tokens in enumerate(stream(requests)):
+        keys, parent = [], b""
+        for end in range(block_size, len(tokens) + 1, block_size):
+            parent = hashlib.blake2b(
+                parent + tokens[end - block_size : end].tobytes(), digest_size=16
+            ).digest()
+            keys.append(parent)
+        num_hit = 0
+        while num_hit < len(keys) and keys[num_hit] in cached:
+            num_hit += 1
+        hits += min(num_hit, (len(tokens) - 1) // block_size) * block_size
+        missing = len(keys) - num_hit - (num_blocks - len(cached))
+        if missing > 0:
+            mine = set(keys)
+            for key in sorted((k for k in cached if k not in mine), key=cached.__getitem__)[:missing]:
+                del cached[key]
+        cached.update((key, (now, -depth)) for depth, key in enumerate(keys))
+    return hits
+
+
+def time_floor(requests: list[Request]) -> list[float]:
+    """Microseconds of what no cache can do without: read each request once, and copy what it keeps.
+
+    One comparison with an equal array stands for the match, one copy of the part that missed in a pool without
+    limit for the insert. No tree, no references, no eviction.
+    """
+    clock = time.thread_time_ns
+    seen: set[int] = set()
+    times = []
+    for request, tokens in zip(requests, stream(requests), strict=True):
+        num_known = 0
+        while num_known < len(request.hash_ids) and request.hash_ids[num_known] in seen:
+            num_known += 1
+        seen.update(request.hash_ids)
+        known = bytearray(tokens[: num_known * TRACE_BLOCK].tobytes())
+        data = memoryview(tokens).cast("B")
+        start = clock()
+        equal = known == data[: len(known)]
+        kept = bytearray(data[len(known) :])
+        times.append((clock() - start) / 1e3)
+        assert equal
+        del kept
+    return times
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", nargs="?", default=os.environ.get("RADIXKV_TRACE"))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--pool", type=float, default=0.4, help="share of the distinct tokens; 0: all of them")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--pool", type=float, default=0.4, help="share of the distinct tokens; 0: all of them"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--verify", action="store_true", help="compare hits with a brute-force LRU (minutes)")
     args = parser.parse_args()
     if not args.trace:
         parser.error("give the path of the trace, or set RADIXKV_TRACE")
+
     requests = read_trace(args.trace, args.requests)
     distinct = count_distinct_tokens(requests)
     share = args.pool or None
-    num_blocks = int(distinct * (share or 1.0)) // args.block_size
-    print(distinct, num_blocks)
-    for _ in range(args.rounds):
-        r = replay(requests, args.block_size, num_blocks)
-        print(r.hit_tokens, statistics.quantiles(r.total_us, n=10), statistics.mean(r.total_us))
-    r = replay(requests, args.block_size, num_blocks, parts=True)
-    print({k: round(statistics.median(v), 1) for k, v in r.parts_us.items()})
-    return 0
+    num_blocks = int(distinct * (share or 1.1)) // args.block_size
+    tokens = sum(request.num_tokens for request in requests)
+    print(
+        f"radixkv {radixkv.__version__}, Python {platform.python_version()}, numpy {np.__version__}, "
+        f"{platform.machine()}, {os.cpu_count()} CPUs"
+    )
+    print(
+        f"{len(requests)} requests, {tokens} tokens, {distinct} distinct; block size {args.block_size}, "
+        f"pool of {num_blocks} blocks ({'all' if share is None else f'{share:.0%} of the distinct tokens'})"
+    )
+    print("CPU time of the thread per request, microseconds: match + evict + allocate + insert + release")
+    wrong = False
+    for i in range(args.rounds):
+        result = replay(requests, args.block_size, num_blocks)
+        low, mid, high = statistics.quantiles(result.total_us, n=4)
+        known = KNOWN_HITS.get((args.requests, args.block_size, share))
+        verdict = (
+            "" if known is None else " (right)" if known == result.hit_tokens else f" (WRONG, not {known})"
+        )
+        wrong |= "WRONG" in verdict
+        print(
+            f"round {i}: median {mid:6.1f} [{low:.1f}, {high:.1f}], mean {statistics.mean(result.total_us):6.1f}; "
+            f"hit tokens {result.hit_tokens}{verdict}, evicted blocks {result.num_evicted}"
+        )
+    parts = replay(requests, args.block_size, num_blocks, parts=True).parts_us
+    print("medians by part:", ", ".join(f"{k} {statistics.median(v):.1f}" for k, v in parts.items()))
+    print(
+        f"floor (compare and copy the tokens, nothing else): median {statistics.median(time_floor(requests)):.1f}"
+    )
+    if args.verify:
+        expected = brute_force_hits(requests, args.block_size, num_blocks)
+        print(f"brute force: {expected} hit tokens")
+        wrong |= expected != result.hit_tokens
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -519,7 +519,7 @@ class RadixTree:
         # Blocks that are new to the tree. `same` is the tail it has already, which grows within its block.
         fresh = given[num_have:]
         old_tail = place.old_tail
-        same = int(len(fresh) > 0 and fresh.item(0) == old_tail)
+        same = int(old_tail >= 0 and len(fresh) > 0 and fresh.item(0) == old_tail)
         unknown = fresh[same:]
         if len(fresh):
             require_non_negative(array[known // TOKEN_BYTES :])

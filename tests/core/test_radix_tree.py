@@ -50,7 +50,10 @@ class TreeModel:
 
     def whole_path(self, space, tokens):
         path, size = [], self.block_size
-        while len(tokens) >= size * (len(path) + 1) and (space, tokens[: size * (len(path) + 1)]) in self.entries:
+        while (
+            len(tokens) >= size * (len(path) + 1)
+            and (space, tokens[: size * (len(path) + 1)]) in self.entries
+        ):
             path.append((space, tokens[: size * (len(path) + 1)]))
         return path
 
@@ -106,7 +109,9 @@ class TreeMachine(RuleBasedStateMachine):
     """Any order of calls: same hits, same blocks, same victims and same books as the model."""
 
     @initialize(
-        num_blocks=st.integers(4, 16), block_size=st.integers(1, 4), hashing=st.sampled_from(["xxh3", "constant"])
+        num_blocks=st.integers(4, 16),
+        block_size=st.integers(1, 4),
+        hashing=st.sampled_from(["xxh3", "constant"]),
     )
     def start(self, num_blocks, block_size, hashing):
         self.pool = BlockPool(num_blocks)
@@ -124,7 +129,10 @@ class TreeMachine(RuleBasedStateMachine):
         cut = tokens[:limit]
         path = model.whole_path(space, cut)
         rows, keys = model.best_tails(space, cut, len(path)) if partial else (0, [])
-        assert self.tree.match_length(tokens, space, max_tokens=limit, partial=partial) == len(path) * size + rows
+        assert (
+            self.tree.match_length(tokens, space, max_tokens=limit, partial=partial)
+            == len(path) * size + rows
+        )
         match = self.tree.match(tokens, space, max_tokens=limit, partial=partial)
         assert match.num_tokens == len(path) * size + rows
         assert match.blocks.tolist() == [model.entries[k].block for k in path]
@@ -150,7 +158,11 @@ class TreeMachine(RuleBasedStateMachine):
             before = self.pool.refcounts
             with pytest.raises(OutOfBlocksError) as error:
                 self.tree.allocate(n)
-            assert (error.value.needed, error.value.free, error.value.evictable) == (n, free, model.num_evictable)
+            assert (error.value.needed, error.value.free, error.value.evictable) == (
+                n,
+                free,
+                model.num_evictable,
+            )
             assert (self.pool.refcounts == before).all()
             return None
         ids = self.tree.allocate(n)
@@ -180,7 +192,9 @@ class TreeMachine(RuleBasedStateMachine):
                 expect.append(block)
             elif same:
                 chosen = [k for k in same if model.entries[k].block == after[i]]
-                assert chosen, f"block {i} should be one of {[model.entries[k].block for k in same]}, got {after[i]}"
+                assert chosen, (
+                    f"block {i} should be one of {[model.entries[k].block for k in same]}, got {after[i]}"
+                )
                 owner = model.entries[chosen[0]].block
                 used.append(chosen[0])
                 expect.append(owner)
@@ -361,3 +375,391 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeMachine = TreeMachine.TestCase
+
+
+# -- beside the machine: what it cannot say ------------------------------------------------------------------
+
+
+def make(num_blocks=32, block_size=4):
+    pool = BlockPool(num_blocks)
+    return pool, RadixTree(pool, block_size)
+
+
+def store(tree, tokens, namespace=b""):
+    """Compute everything anew, insert it, release it."""
+    own = tree.allocate(-(-len(tokens) // tree.block_size))
+    result = tree.insert(tokens, own, namespace)
+    tree.pool.release(result.blocks)
+    return result
+
+
+def snapshot(tree):
+    nodes = [(n.namespace, n.start, n.tokens.tolist(), n.blocks.tolist()) for n in tree.nodes()]
+    return sorted(nodes), tree.pool.refcounts.tolist(), tree.num_evictable_blocks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "message"),
+    [
+        ([1, 2, 3, 4, 5], [0], "fill 2 blocks of 4, got 1"),
+        ([1, 2, 3, 4], [0, 1], "fill 1 blocks of 4, got 2"),
+        ([], [0], "fill 0 blocks"),
+        ([7, 7, 7, 7], [31], "not held by the caller"),
+        ([7, 7, 7, 7], [32], "not in"),
+        ([7, 7, 7, 7], [-1], "not in"),
+        ([7] * 8, [0, 0], "named twice"),
+        ([7, 7, 7, 7], [2], "not held by the caller|cached already"),  # only the tree holds it
+        ([7, 7, 7, 7], [3], "cached already"),
+        ([1, 2, 3, 4, 7, 7, 7, 7], [2, 0], "not held by the caller"),
+        ([1, 2, 3, 4, 5, 7], [0, 31], "not held by the caller"),
+        ([1, 2, 3, 4, 5, 7], [0, 0], "named twice"),
+        ([1, 2, 3, 4, 7, 7, 7, 7], [31, 0], "not held by the caller"),
+        ([1, 2, 3, 4, -5], [0, 1], "negative"),
+        ([-1, 2, 3, 4], [0], "negative"),
+        ([1.5], [0], "integers"),
+        ([1, 2, 3, 4], ["0"], "integers"),
+    ],
+)
+def test_a_refused_insert_changes_nothing(tokens, blocks, message):
+    pool, tree = make()
+    mine = pool.allocate(2)  # 0 and 1, held by the caller
+    store(tree, [1, 2, 3, 4, 5, 6])
+    held = pool.allocate(1)  # 4
+    assert (mine.tolist(), held.tolist()) == ([0, 1], [4])
+    pool.retain(3)
+    with pool.lock:
+        before = snapshot(tree)
+    with pytest.raises(InvalidRequestError, match=message):
+        tree.insert(tokens, blocks)
+    assert snapshot(tree) == before
+    tree_check_without_order(tree)
+
+
+def tree_check_without_order(tree):
+    """The test above holds a block and not the one before it, which `check()` would rightly report."""
+    tree.pool.check()
+
+
+@pytest.mark.parametrize("call", ["match", "match_length"])
+@pytest.mark.parametrize("tokens", [[-1], [1, 2, -3], [0.5], [[1]], "ab", None, [True]])
+def test_a_look_up_of_what_is_no_tokens(call, tokens):
+    _, tree = make()
+    store(tree, [1, 2, 3, 4])
+    with pytest.raises(InvalidRequestError):
+        getattr(tree, call)(tokens)
+    tree.check()
+    assert tree.num_pinned_blocks == 0
+
+
+def test_other_requests_that_make_no_sense():
+    pool, tree = make()
+    for call in (
+        lambda: tree.match([1], max_tokens=-1),
+        lambda: tree.match([1], namespace=5),
+        lambda: tree.insert([1], pool.allocate(1), namespace=["x"]),
+        lambda: tree.evict(-1),
+        lambda: tree.allocate(-1),
+        lambda: RadixTree(BlockPool(1), 0),
+        lambda: RadixTree(BlockPool(1), 1.5),
+        lambda: RadixTree(BlockPool(1), True),
+    ):
+        with pytest.raises(InvalidRequestError):
+            call()
+    with pytest.raises(InvalidRequestError, match="unknown eviction policy 'random': there is lru"):
+        RadixTree(BlockPool(1), 4, policy="random")
+    assert RadixTree(BlockPool(1), 4).policy == "lru"
+
+
+def test_a_match_is_handed_over_or_given_back_once():
+    pool, tree = make()
+    store(tree, [1, 2, 3, 4, 5, 6])
+    match = tree.match([1, 2, 3, 4, 5, 9])
+    assert match.tail is not None
+    assert pool.refcount(match.tail.block) == 2
+    blocks = match.take()
+    assert pool.refcount(match.tail.block) == 1
+    assert match.released
+    for again in (match.release, match.take, match.take_all):
+        with pytest.raises(InvalidRequestError, match="already"):
+            again()
+    assert tree.num_pinned_blocks == 1
+    pool.release(blocks)
+    with tree.match([1, 2, 3, 4]) as match:
+        match.release()  # leaving the block then does not release twice
+    assert tree.num_pinned_blocks == 0
+    tree.check()
+
+
+def test_a_tail_is_replaced_by_a_fuller_one_and_survives_for_who_holds_it():
+    pool, tree = make()
+    store(tree, [1, 2, 3, 4, 5])
+    lease = tree.match([1, 2, 3, 4, 5])
+    old = lease.tail.block
+    result = store(tree, [1, 2, 3, 4, 5, 6, 7])
+    assert (result.num_new_blocks, result.num_duplicate_blocks, result.num_new_tokens) == (1, 1, 2)
+    assert tree.num_cached_blocks == 2
+    assert pool.refcount(old) == 1
+    assert tree.match_length([1, 2, 3, 4, 5, 6, 7]) == 7
+    lease.release()
+    assert pool.refcount(old) == 0
+    tree.check()
+
+
+def test_tails_that_differ_live_side_by_side():
+    _, tree = make()
+    store(tree, [1, 2, 3, 4])
+    for tail in ([5], [6, 7], [6, 8], [9, 9, 9]):
+        store(tree, [1, 2, 3, 4, *tail])
+    assert tree.num_cached_tokens == 4 + 1 + 2 + 2 + 3
+    assert tree.match_length([1, 2, 3, 4, 6, 8, 1]) == 6
+    assert tree.match_length([1, 2, 3, 4, 6, 1]) == 5
+    assert store(tree, [1, 2, 3, 4, 6]).num_duplicate_blocks == 2
+    store(tree, [1, 2, 3, 4, 6, 8, 8, 8, 8])  # a tail becomes whole and grows on
+    assert tree.match_length([1, 2, 3, 4, 6, 8, 8, 8, 8]) == 9
+    assert tree.num_cached_tokens == 4 + 1 + 2 + 5 + 3
+    tree.check()
+
+
+def test_a_tail_grows_within_its_block():
+    pool, tree = make()
+    own = pool.allocate(1)
+    tree.insert([1], own)
+    result = tree.insert([1, 2, 3], own)
+    assert (result.num_new_blocks, result.num_duplicate_blocks, result.num_new_tokens) == (0, 0, 2)
+    both = np.append(own, pool.allocate(1))
+    result = tree.insert([1, 2, 3, 4, 5], both)
+    assert (result.num_new_blocks, result.num_new_tokens, result.blocks.tolist()) == (1, 2, both.tolist())
+    assert tree.num_cached_tokens == tree.num_pinned_tokens == 5
+    pool.release(both)
+    assert tree.num_evictable_tokens == 5
+    tree.check()
+
+
+def test_nothing_is_cached_below_a_replaced_block_that_a_fork_does_not_hold():
+    """Else the fork would hold a block of a path without those before it, which may then be evicted."""
+    pool, tree = make()
+    a, b = pool.allocate(1), pool.allocate(3)
+    tree.insert([1, 2, 3, 4], a)
+    pool.retain(b[:2])  # a fork of the second sequence, made before it was inserted
+    result = tree.insert(list(range(1, 13)), b)
+    assert result.blocks.tolist() == [a[0], b[1], b[2]]
+    assert (result.num_new_blocks, result.num_duplicate_blocks) == (0, 1)
+    pool.release(result.blocks)
+    pool.release(a)
+    tree.check()
+    assert tree.evict(5) == 1
+    pool.release(b[:2])
+    assert pool.num_free == pool.num_blocks
+
+
+def test_direct_references_pin():
+    """References that no match made count as well, without the tree being told."""
+    pool, tree = make()
+    own = pool.allocate(3)
+    tree.insert(list(range(12)), own)
+    pool.release(own)
+    pool.retain(own[:2])
+    assert (tree.num_pinned_blocks, tree.num_evictable_blocks) == (2, 1)
+    assert tree.evict(9) == 1
+    assert tree.evict(9) == 0
+    pool.release(own[1])
+    assert tree.evict(9) == 1
+    pool.release(own[0])
+    assert tree.evict(9) == 1
+    tree.check()
+
+
+def test_pinned_leaves_are_looked_at_once():
+    """A pinned leaf is parked when it comes up, and comes back when it is released."""
+    _, tree = make(64, 1)
+    for i in range(20):
+        store(tree, [i])
+    leases = [tree.match([i]) for i in range(19)]
+    assert tree.evict(5) == 1
+    assert len(tree._order) == 0
+    assert len(tree._parked) == 19
+    leases[7].release()
+    leases[3].release()
+    tree.check()
+    store(tree, [50])
+    assert tree.evict(1) == 1
+    assert tree.match_length([3]) == 0  # matched before 7
+    assert tree.evict(2) == 2
+    assert len(tree._parked) == 17
+    tree.check()
+
+
+def test_the_callers_array_is_not_kept():
+    """Neither tokens nor block ids of the caller are held by the tree."""
+    pool, tree = make()
+    tokens, own = np.arange(8), pool.allocate(2)
+    tree.insert(tokens, own)
+    tokens[:] = 99
+    own[:] = 30
+    assert tree.match_length(range(8)) == 8
+    tree.check()
+
+
+def test_edges_of_every_length_are_compared_to_the_token():
+    tree = RadixTree(BlockPool(4000), 4)
+    tokens = np.arange(12_000)
+    store(tree, tokens)
+    rng = random.Random(0)
+    places = [0, 1, 3, 4, 127, 128, 129, 511, 512, 513, 1023, 1024, 4095, 8191, 11_999]
+    for at in places + [rng.randrange(12_000) for _ in range(200)]:
+        other = tokens.copy()
+        other[at] = 1_000_000
+        assert tree.match_length(other) == at
+        assert tree.match_length(tokens[:at]) == at
+        assert tree.match_length(tokens, max_tokens=at) == at
+        assert tree.match_length(other, partial=False) == at // 4 * 4
+
+
+def test_the_closest_of_many_children_is_found():
+    rng = np.random.default_rng(0)
+    tree = RadixTree(BlockPool(5000), 6)
+    stored = []
+    for _ in range(2000):
+        tokens = rng.integers(0, 4, 6)
+        store(tree, tokens)
+        stored.append(tokens)
+    stored = np.array(stored)
+    for _ in range(300):
+        tokens = rng.integers(0, 5, 6)
+        expected = int(np.cumprod(stored == tokens, axis=1).sum(axis=1).max())
+        assert tree.match_length(tokens) == expected
+    tree.check()
+
+
+def test_big_tokens_sort_like_small_ones():
+    _, tree = make(64, 2)
+    values = [0, 1, 255, 256, 2**31, 2**32, 2**62, 2**63 - 1]
+    for v in values:
+        store(tree, [v, 7])
+    for v in values:
+        assert tree.match_length([v, 8]) == 1
+        assert tree.match_length([v, 7, 1]) == 2
+    tree.check()
+
+
+def test_empty_namespaces_leave_nothing_behind():
+    _, tree = make(4, 4)
+    for i in range(100):
+        store(tree, [1, 2, 3, 4], ("salt", str(i)))
+    assert len(tree._roots) == 4
+    tree.evict(4)
+    assert tree._roots == {}
+    assert list(tree.nodes()) == []
+
+
+def test_several_namespaces_are_cleared_together_or_not_at_all():
+    pool, tree = make()
+    for space in ("a", "b", "c"):
+        store(tree, [1, 2, 3, 4], space)
+    lease = tree.match([1, 2, 3, 4], "b")
+    with pytest.raises(InvalidRequestError):
+        tree.clear_all(["a", "b"])
+    assert tree.num_cached_blocks == 3
+    assert tree.clear_all(["a", "c"]) == 2
+    lease.release()
+    assert tree.clear_all() == 1
+    assert pool.num_free == pool.num_blocks
+
+
+def test_nodes_are_copies_that_tell_everything():
+    _, tree = make()
+    store(tree, list(range(10)), "x")
+    store(tree, [0, 1, 2, 3, 9, 9], "x")
+    nodes = {tuple(n.tokens.tolist()): n for n in tree.nodes()}
+    assert nodes[0, 1, 2, 3].num_children == 2
+    assert nodes[9, 9].start == 4
+    assert len(nodes[4, 5, 6, 7, 8, 9].blocks) == 2
+    with pytest.raises(ValueError, match="read-only"):
+        nodes[9, 9].tokens[0] = 1
+
+
+def test_a_million_blocks():
+    pool = BlockPool(1_000_000)
+    tree = RadixTree(pool, 1)
+    tokens = np.arange(1_000_000)
+    own = pool.allocate(1_000_000)
+    tree.insert(tokens, own)
+    pool.release(own)
+    with tree.match(tokens) as match:
+        assert match.num_tokens == tree.num_pinned_blocks == 1_000_000
+    branch = np.append(tokens[:500_000], [7, 7])
+    match = tree.match(branch)
+    extra = tree.allocate(2)
+    pool.release(tree.insert(branch, np.append(match.take(), extra)).blocks)
+    assert tree.evict(600_000) == 600_000
+    assert tree.evict(1_000_000) == 400_000
+    tree.check()
+
+
+def leaf(tree):
+    return tree._order.nodes()[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda t: leaf(t).blocks.__setitem__(slice(0, 4), b"\0\0\0\0"),
+        lambda t: leaf(t).edge.extend(b"12345678" * 9),
+        lambda t: leaf(t).edge.__delitem__(slice(-8, None)),
+        lambda t: leaf(t).blocks.__delitem__(slice(0, None)),
+        lambda t: setattr(leaf(t), "hash", 5),
+        lambda t: setattr(leaf(t), "parked", True),
+        lambda t: setattr(leaf(t), "parent", t._roots[b""]),
+        lambda t: t._order.remove(leaf(t)),
+        lambda t: t._policy.priority.__setitem__(0, -5),
+        lambda t: t._policy.priority.fill(0),
+        lambda t: setattr(t, "_num_nodes", 99),
+        lambda t: setattr(t, "_num_leaves", 0),
+        lambda t: setattr(leaf(t).parent, "num_children", 1),
+        lambda t: leaf(t).parent.index.popitem(),
+        lambda t: t.pool.retain(int(np.frombuffer(leaf(t).blocks, np.int32)[-1])),
+        lambda t: t._roots.__setitem__(b"empty", type(t._roots[b""])(b"empty", 1)),
+        lambda t: t._roots.clear(),
+        lambda t: leaf(t).parent.tails.clear(),
+        lambda t: leaf(t).edge.__setitem__(slice(0, 8), (9).to_bytes(8, "little")),
+    ],
+)
+def test_the_checker_finds_damage(damage):
+    _, tree = make()
+    store(tree, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    store(tree, [1, 2, 3, 4, 9, 6])
+    store(tree, [1, 2, 3, 4, 5, 5])
+    tree.match_length([1, 2, 3, 4, 5, 5, 5])
+    tree.check()
+    assert leaf(tree).parent.index is not None
+    damage(tree)
+    with pytest.raises(CacheCorruptionError):
+        tree.check()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.match([1, 2]),
+        lambda t: t.evict(1),
+        lambda t: t.insert([5, 6], t.pool.allocate(1)),
+        lambda t: t.clear(),
+        lambda t: t.drop_evictable(),
+    ],
+)
+def test_checks_run_after_every_change_when_asked(call, monkeypatch):
+    monkeypatch.setenv("RADIXKV_CHECK", "1")
+    _, tree = make()
+    store(tree, [1, 2, 3, 4])
+    tree._num_nodes = 5
+    with pytest.raises(CacheCorruptionError):
+        call(tree)
+
+
+def test_a_dropped_tree_is_collected():
+    _, tree = make()
+    store(tree, [1, 2, 3, 4])
+    pool = tree.pool
+    del tree
+    gc.collect()
+    assert pool._tree() is None

@@ -64,7 +64,7 @@ def draw(result: DemoResult, model_name: str) -> Figure:
     panels = figure.subplots(1, len(workloads), sharey=True, width_ratios=widths, squeeze=False)[0]
     for panel, workload in zip(panels, workloads, strict=True):
         _draw_workload(panel, workload)
-    panels[0].set_ylabel("seconds")
+    panels[0].set_ylabel("time to first token (s)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
     figure.suptitle(f"Time to first token: {model_name}", x=0.01, ha="left", fontsize=12)

@@ -62,7 +62,12 @@ def make_byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", _BOS)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", pad_token="<bos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        pad_token="<bos>",
+        model_input_names=["input_ids", "attention_mask"],  # version 4 would add token types
+    )
 
 
 def _is_shown_as_itself(byte: int) -> bool:

@@ -87,6 +87,9 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
+# Without this, tokenizers of version 4 also return token types, which generate() refuses.
+_INPUT_NAMES = ["input_ids", "attention_mask"]
+
 # GGUF token types.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -130,7 +133,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder, model_input_names=_INPUT_NAMES)
 
 
 def gemma_folder(progress: bool | Report = True) -> Path:
@@ -352,6 +355,7 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path, report: Report) -> No
         "tokenizer_class": "PreTrainedTokenizerFast",
         "mask_token": "<mask>",
         "model_max_length": fields["gemma3.context_length"],
+        "model_input_names": _INPUT_NAMES,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
         "extra_special_tokens": {"end_of_turn_token": "<end_of_turn>"},

@@ -10,6 +10,7 @@ def test_a_token_is_a_byte():
     text = "Héllo — 東京\n\t <bos?> "
     ids = tokenizer(text).input_ids
     assert ids == [256, *text.encode()]
+    assert set(tokenizer(text)) == {"input_ids", "attention_mask"}
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     every_byte = bytes(range(256))
     assert [tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(b)) for b in every_byte] == [

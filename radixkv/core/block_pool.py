@@ -19,7 +19,9 @@ BlockIdsLike = int | Iterable[int] | npt.NDArray[Any]
 # What selects blocks in a per-block array: a slice for many consecutive ids, which numpy serves several times
 # faster than an array of ids.
 Index = slice | npt.NDArray[np.intp]
-LONG = 256  # ids; with fewer, looking whether they are consecutive costs more than it saves
+LONG = 32  # ids; with fewer, looking whether they are consecutive costs more than it saves
+
+States = int | npt.NDArray[np.int32]
 
 # The state of a block is one number, so that one numpy call reads or changes it for many: 2 for each reference,
 # the tree's included, and 1 if it is cached.
@@ -155,15 +157,15 @@ class BlockPool:
             if n == 0:
                 return np.empty(0, np.int32)
             ids = self._stack[top - n : top][::-1].copy()
-            if ids.item(-1) - ids.item(0) != n - 1 or not is_ascending(ids):
+            index = self.index(ids)
+            if not isinstance(index, slice):
                 if self._released_since_sort >= top:
                     # Sorting costs O(top log top), and at least as many blocks came back since the last time.
                     self._stack[:top] = np.sort(self._stack[:top])[::-1]
                     self._released_since_sort = 0
                     ids = self._stack[top - n : top][::-1].copy()
-                else:
-                    ids.sort()
-            self._state[self.index(ids)] = REFERENCE
+                ids.sort()
+            self._state[index if isinstance(index, slice) else self.index(ids)] = REFERENCE
             self._num_free = top - n
             if self._checks:
                 self.check()
@@ -205,18 +207,27 @@ class BlockPool:
             return
         with self.lock:
             index, state = self._look_up(blocks)
-            times: Any = 1
+            times: Any = None
             if not self._is_distinct(blocks, index):
                 blocks, times = np.unique(blocks, return_counts=True)
                 index, state = self._look_up(blocks)
-            left = state - REFERENCE * times
-            lowest = np.minimum.reduce(left)
-            # Nobody may leave a cached block without the tree's reference (1), or a free block with less (< 0).
-            if lowest < REFERENCE and ((left < 0) | (left == CACHED)).any():
-                self._refuse_release(blocks, left)
-            self._state[index] = left
-            if lowest <= IDLE:
-                self._released(blocks, left, bool(lowest < REFERENCE))
+            if times is None and np.count_nonzero(state == IDLE + REFERENCE) == len(blocks):
+                # The usual end of a request: all is cached, and nobody else holds it.
+                self._state[index] = IDLE
+                self._rest(blocks)
+            else:
+                left = state - (REFERENCE if times is None else REFERENCE * times)
+                lowest = np.minimum.reduce(left)
+                # Nobody may take the tree's reference (which leaves 1) or one that is not there (below 0).
+                if lowest < REFERENCE and ((left < 0) | (left == CACHED)).any():
+                    self._refuse_release(blocks, left)
+                self._state[index] = left
+                if lowest <= IDLE:
+                    idle = left == IDLE
+                    if np.count_nonzero(idle):
+                        self._rest(blocks[idle])
+                    if lowest == 0:
+                        self._push(blocks[left == 0])
             if self._checks:
                 self.check()
 
@@ -286,14 +297,17 @@ class BlockPool:
         numpy refuses with an IndexError.
         """
         n = len(ids)
-        if n > LONG and ids.item(-1) - ids.item(0) == n - 1 and is_ascending(ids):
+        if n > LONG:
             first = ids.item(0)
-            if 0 <= first <= self._num_blocks - n:
+            if (
+                0 <= first == ids.item(-1) - n + 1 <= self._num_blocks - n
+                and ids.tobytes() == self._ramp[first : first + n].tobytes()
+            ):
                 return slice(first, first + n)
         return ids.view(np.uint32).astype(np.intp)
 
-    def look_up_private(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
-        """Index and state of blocks that the tree is to take over.
+    def look_up_private(self, ids: BlockIds) -> tuple[Index, States]:
+        """Index and state of blocks that the tree is to take over; one number if all have the same state.
 
         Raises:
             InvalidRequestError: One is named twice, free or cached.
@@ -301,12 +315,13 @@ class BlockPool:
         index, state = self._look_up(ids)
         if not self._is_distinct(ids, index):
             raise _named_twice(ids)
-        if np.count_nonzero(state == REFERENCE) != len(ids):  # the usual: each is held once
-            if np.minimum.reduce(state) < REFERENCE:
-                raise _not_held(int(ids[(state < REFERENCE).argmax()]))
-            if np.bitwise_or.reduce(state) & CACHED:
-                block = int(ids[(state & CACHED).argmax()])
-                raise InvalidRequestError(f"block {block} is cached already, under other tokens")
+        if np.count_nonzero(state == REFERENCE) == len(ids):
+            return index, REFERENCE
+        if np.minimum.reduce(state) < REFERENCE:
+            raise _not_held(int(ids[(state < REFERENCE).argmax()]))
+        if np.bitwise_or.reduce(state) & CACHED:
+            block = int(ids[(state & CACHED).argmax()])
+            raise InvalidRequestError(f"block {block} is cached already, under other tokens")
         return index, state
 
     def require_held(self, ids: BlockIds) -> None:
@@ -338,7 +353,7 @@ class BlockPool:
             return len(ids)
         return int(idle[::-1].argmin())
 
-    def cache(self, ids: BlockIds, index: Index, state: npt.NDArray[np.int32], rows_of_last: int) -> None:
+    def cache(self, ids: BlockIds, index: Index, state: States, rows_of_last: int) -> None:
         """Take the tree's reference on blocks in that state; all but the last are full."""
         self._state[index] = state + (REFERENCE + CACHED)
         self._num_cached += len(ids)
@@ -429,22 +444,16 @@ class BlockPool:
                     self._idle_gaps -= int(np.add.reduce(self._gaps[index][idle]))
         self._state[index] = state + REFERENCE * times
 
-    def _released(self, blocks: BlockIds, left: npt.NDArray[np.int32], some_freed: bool) -> None:
-        """Book what became idle or free; `left` is the state of these blocks now."""
-        idle = left == IDLE
-        num_idle = int(np.count_nonzero(idle))
-        if num_idle:
-            self._num_idle += num_idle
-            if self._num_tails or self._num_watched:
-                rested = blocks[idle]
-                self._idle_gaps += int(np.add.reduce(self._gaps[rested]))
-                if self._num_watched:
-                    woken = rested[self._watched[rested]]
-                    self._watched[woken] = False
-                    self._num_watched -= len(woken)
-                    self._woken += woken.tolist()
-        if some_freed:
-            self._push(blocks[left == 0])
+    def _rest(self, blocks: BlockIds) -> None:
+        """Book that these cached blocks became idle."""
+        self._num_idle += len(blocks)
+        if self._num_tails:
+            self._idle_gaps += int(np.add.reduce(self._gaps[blocks]))
+        if self._num_watched:
+            woken = blocks[self._watched[blocks]]
+            self._watched[woken] = False
+            self._num_watched -= len(woken)
+            self._woken += woken.tolist()
 
     def _refuse_release(self, blocks: BlockIds, left: npt.NDArray[np.int32]) -> None:
         block = int(blocks[((left < 0) | (left == CACHED)).argmax()])

@@ -525,7 +525,7 @@ class RadixTree:
             require_non_negative(array[known // TOKEN_BYTES :])
         if len(unknown):
             index, state = pool.look_up_private(unknown)
-            if len(replaced) and np.maximum.reduce(state) > REFERENCE:
+            if len(replaced) and not isinstance(state, int) and np.maximum.reduce(state) > REFERENCE:
                 unknown = unknown[: int((state > REFERENCE).argmax())]
                 index, state = pool.index(unknown), state[: len(unknown)]
                 fresh = fresh[: same + len(unknown)]
@@ -683,6 +683,8 @@ class RadixTree:
                 if num < len(ids):
                     ids = ids[len(ids) - num :]
                     index = pool.index(ids)
+                if len(ids) * ID_BYTES == len(leaf.blocks):
+                    order.pop_first()
                 self._trim(leaf, ids, index)
                 freed += len(ids)
             self._num_evicted += freed
@@ -773,6 +775,8 @@ class RadixTree:
                     if num:
                         parent = leaf.parent
                         gone = ids[len(ids) - num :]
+                        if num == len(ids):
+                            self._order.remove(leaf)
                         self._trim(leaf, gone, self._pool.index(gone))
                         freed += num
                         if num == len(ids) and parent is not None and parent.entry is not None:
@@ -782,7 +786,7 @@ class RadixTree:
             return freed
 
     def _trim(self, leaf: Node, ids: BlockIds, index: Index) -> None:
-        """Free the last blocks of a leaf, `ids`, and the leaf itself if nothing is left."""
+        """Free the last blocks of a leaf, `ids`; a leaf that has no others is out of the order, and goes too."""
         keep = len(leaf.blocks) - len(ids) * ID_BYTES
         keep_bytes = keep // ID_BYTES * self._block_bytes
         if keep:
@@ -790,7 +794,6 @@ class RadixTree:
             del leaf.edge[keep_bytes:]
             del leaf.blocks[keep:]
         else:
-            self._order.remove(leaf)
             self._remove_leaf(leaf)
         self._pool.drop_idle(ids, index)
 

@@ -12,7 +12,7 @@ from radixkv.core.block_pool import Index
 from radixkv.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from radixkv.core.radix_tree import Node
+    from radixkv.core.node import Node
 
 Entry = tuple[int, int, "Node"]
 

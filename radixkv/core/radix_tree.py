@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 from sortedcontainers import SortedDict
 
 from radixkv.core import hashing
-from radixkv.core.block_pool import CACHED, IDLE, REFERENCE, BlockIds, BlockPool, Index, as_block_ids
+from radixkv.core.block_pool import IDLE, REFERENCE, BlockIds, BlockPool, Index, as_block_ids
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
 from radixkv.core.eviction import LeafOrder, make_policy
+from radixkv.core.match import InsertResult, Match, Tail
 from radixkv.core.namespace import Namespace, canonical_namespace
+from radixkv.core.node import (
+    ID_BYTES,
+    Node,
+    Root,
+    below,
+    children,
+    common_bytes,
+    common_key_bytes,
+    last_block,
+    sort_key,
+)
 from radixkv.core.tokens import TOKEN_BYTES, TokenArray, require_non_negative, to_int64, token_bytes
+from radixkv.core.tree_check import check_nodes
 
-ID_BYTES = 4
+__all__ = ["InsertResult", "Match", "NodeInfo", "RadixTree", "Tail"]
 
 # A node left with one child is merged with it up to this length, so that a path whose branches were all evicted
 # has at most one edge for each 1,024 tokens, while a merge never copies more than 16 KiB.
 MERGE_BYTES = 2048 * TOKEN_BYTES
-
-
-class Tail(NamedTuple):
-    """A block of which only the leading rows match: copy them before writing behind them."""
-
-    block: int
-    num_rows: int
-
-
-class InsertResult(NamedTuple):
-    """What `RadixTree.insert` did.
-
-    Attributes:
-        blocks: `int32[...]`, the table to go on with. The caller holds one reference on each, as before: where
-            the tree already had a block with those tokens, it is the tree's block instead of the caller's.
-        num_new_blocks: Blocks the tree took over.
-        num_duplicate_blocks: Blocks of the caller that were replaced in `blocks` and released.
-        num_new_tokens: By how much `num_cached_tokens` rose.
-    """
-
-    blocks: BlockIds
-    num_new_blocks: int
-    num_duplicate_blocks: int
-    num_new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -67,54 +53,6 @@ class NodeInfo:
     tokens: TokenArray
     blocks: BlockIds
     num_children: int
-
-
-class Node:
-    """A run of blocks, the edge that leads to it, and what follows.
-
-    Tokens and ids are kept as bytes: a bytearray compares with a part of a request by one memcmp and no copy,
-    grows and shrinks in place, and gives its memory back.
-    """
-
-    __slots__ = (
-        "blocks",
-        "children",
-        "edge",
-        "entry",
-        "hash",
-        "index",
-        "next",
-        "num_children",
-        "parent",
-        "parked",
-        "serial",
-        "tails",
-    )
-
-    def __init__(self, parent: Node | None, edge: bytearray, blocks: bytearray, serial: int) -> None:
-        self.parent = parent
-        self.edge = edge  # int64 tokens; only a leaf's may end inside a block
-        self.blocks = blocks  # int32 ids
-        self.serial = serial
-        self.hash = 0  # of the first block, where this is in `parent.children`
-        self.next: Node | None = None  # sibling with the same hash
-        self.children: dict[int, Node] = {}  # children whose first block is whole, by its hash
-        self.tails: dict[int, Node] | None = None  # children that are nothing but a tail, by serial
-        self.num_children = 0
-        self.index: SortedDict[bytes, Node] | None = None  # children by first block, once somebody needed it
-        self.entry: tuple[int, int, Node] | None = None  # in the leaf order
-        self.parked = False  # a leaf whose last block others hold, waiting for `pool.take_woken`
-
-
-class Root(Node):
-    """Where the paths of one namespace start; owns no blocks."""
-
-    __slots__ = ("namespace", "seed")
-
-    def __init__(self, namespace: bytes, serial: int) -> None:
-        super().__init__(None, bytearray(), bytearray(), serial)
-        self.namespace = namespace
-        self.seed = hashing.namespace_seed(namespace)
 
 
 class _Place(NamedTuple):
@@ -137,80 +75,6 @@ class _Place(NamedTuple):
     old_tail: int
     have: BlockIds
     known: int
-
-
-class Match:
-    """A held match: its blocks stay cached and unchanged until `release()` or `take()`.
-
-    Attributes:
-        num_tokens: Leading tokens found: `len(blocks) * block_size`, and the rows of the tail.
-        blocks: `int32[...]`, the wholly matched blocks.
-        tail: Block and number of its leading rows that match beyond `blocks`, or None.
-        tree: The tree it came from.
-    """
-
-    __slots__ = ("_held", "_released", "blocks", "num_tokens", "tail", "tree")
-
-    def __init__(self, tree: RadixTree, num_tokens: int, held: BlockIds, tail: Tail | None) -> None:
-        self.tree = tree
-        self.num_tokens = num_tokens
-        self.tail = tail
-        self._held = held
-        self.blocks = held if tail is None else held[:-1]
-        self._released = False
-
-    def __repr__(self) -> str:
-        state = ", released" if self._released else ""
-        return f"Match(num_tokens={self.num_tokens}, blocks={self.blocks.tolist()}, tail={self.tail}{state})"
-
-    @property
-    def released(self) -> bool:
-        """Whether the references are gone, given back or handed over."""
-        return self._released
-
-    def release(self) -> None:
-        """Give the references back.
-
-        Raises:
-            InvalidRequestError: They are gone already.
-        """
-        self._end()
-        self.tree.pool.release(self._held)
-
-    def take(self) -> BlockIds:
-        """Hand the references on `blocks` over to the caller; the one on the tail is given back.
-
-        Raises:
-            InvalidRequestError: The references are gone already.
-        """
-        self._end()
-        if self.tail is not None:
-            self.tree.pool.release(self.tail.block)
-        return self.blocks
-
-    def take_all(self) -> BlockIds:
-        """Like `take`, but the tail's reference and block id are handed over too, as the last block.
-
-        Raises:
-            InvalidRequestError: The references are gone already.
-        """
-        self._end()
-        return self._held
-
-    def _end(self) -> None:
-        with self.tree.pool.lock:  # of two threads that release at once, one gets the error
-            if self._released:
-                raise InvalidRequestError("this match was released or taken already")
-            self._released = True
-
-    def __enter__(self) -> Match:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._released:
-            self.release()
 
 
 class RadixTree:
@@ -430,7 +294,7 @@ class RadixTree:
                     start = end
                     break
                 if edge.startswith(data[start:first_end]):
-                    return path, node, start, child, _common_bytes(edge, data[start:stop])
+                    return path, node, start, child, common_bytes(edge, data[start:stop])
                 child = child.next
             else:
                 return path, node, start, None, 0
@@ -443,17 +307,17 @@ class RadixTree:
         rest = rest[: self._block_bytes]
         if node.num_children == 1:
             child = self._only_child(node)
-            common = _common_bytes(child.edge, rest)
+            common = common_bytes(child.edge, rest)
             return (child, common) if common else (None, 0)
         index = self._index_of(node)
-        key = _sort_key(rest)
+        key = sort_key(rest)
         # Whoever shares most with `key` stands next to where it would be.
         at = index.bisect_left(key)
         best, longest = None, 0
         for i in (at - 1, at):
             if 0 <= i < len(index):
                 other, child = index.peekitem(i)
-                common = _common_key_bytes(key, other)
+                common = common_key_bytes(key, other)
                 if common > longest:
                     best, longest = child, common
         return best, longest
@@ -586,7 +450,7 @@ class RadixTree:
                     known += common
         old_tail = -1
         if grows is not None and known % block_bytes:
-            old_tail = _last_block(grows)
+            old_tail = last_block(grows)
             if grows is node:
                 pieces[-1] = pieces[-1][:-ID_BYTES]
         have = np.frombuffer(bytearray().join(pieces), np.int32)
@@ -606,7 +470,7 @@ class RadixTree:
         was_tail_only = len(leaf.edge) < self._block_bytes
         parent = leaf.parent
         assert parent is not None
-        key = _sort_key(leaf.edge[: self._block_bytes]) if was_tail_only and parent.index is not None else b""
+        key = sort_key(leaf.edge[: self._block_bytes]) if was_tail_only and parent.index is not None else b""
         if len(leaf.edge) % self._block_bytes:
             del leaf.blocks[-ID_BYTES:]
         if replaced_tail >= 0:
@@ -616,7 +480,7 @@ class RadixTree:
         if was_tail_only:
             if parent.index is not None:
                 del parent.index[key]
-                parent.index[_sort_key(leaf.edge[: self._block_bytes])] = leaf
+                parent.index[sort_key(leaf.edge[: self._block_bytes])] = leaf
             if len(leaf.edge) >= self._block_bytes:
                 assert parent.tails is not None
                 del parent.tails[leaf.serial]
@@ -629,7 +493,7 @@ class RadixTree:
         self._link(root, parent, child)
         parent.num_children += 1
         if parent.index is not None:
-            parent.index[_sort_key(edge[: self._block_bytes])] = child
+            parent.index[sort_key(edge[: self._block_bytes])] = child
         self._num_nodes += 1
         self._num_leaves += 1
         self._order.add(child, self._now)
@@ -732,7 +596,7 @@ class RadixTree:
         keys = None if namespaces is None else {canonical_namespace(namespace) for namespace in namespaces}
         with self._pool.lock:
             roots = [root for root in self._roots.values() if keys is None or root.namespace in keys]
-            nodes = [node for root in roots for node in _below(root)]
+            nodes = [node for root in roots for node in below(root)]
             ids = np.frombuffer(bytearray().join([node.blocks for node in nodes]), np.int32)
             index = self._pool.index(ids)
             held = len(ids) - np.count_nonzero(self._pool._state[index] == IDLE)
@@ -767,7 +631,7 @@ class RadixTree:
             for root in list(self._roots.values()):
                 if namespace_filter is not None and not namespace_filter(root.namespace):
                     continue
-                leaves = [node for node in _below(root) if node.num_children == 0]
+                leaves = [node for node in below(root) if node.num_children == 0]
                 while leaves:
                     leaf = leaves.pop()
                     ids = np.frombuffer(bytearray(leaf.blocks), np.int32)
@@ -811,7 +675,7 @@ class RadixTree:
             else:
                 parent.index = None
                 self._num_leaves += 1
-                last = _last_block(parent)
+                last = last_block(parent)
                 self._order.add(parent, self._policy.priority.item(last))
         elif parent.num_children == 1:
             parent.index = None
@@ -838,7 +702,7 @@ class RadixTree:
     def _unpark(self, leaf: Node) -> None:
         if leaf.parked:
             leaf.parked = False
-            last = _last_block(leaf)
+            last = last_block(leaf)
             del self._parked[last]
             self._pool.unwatch(last)
 
@@ -870,7 +734,7 @@ class RadixTree:
         parent = child.parent
         assert parent is not None
         if parent.index is not None:
-            del parent.index[_sort_key(child.edge[: self._block_bytes])]
+            del parent.index[sort_key(child.edge[: self._block_bytes])]
         if len(child.edge) < self._block_bytes:
             assert parent.tails is not None
             del parent.tails[child.serial]
@@ -904,7 +768,7 @@ class RadixTree:
                 head = head.next
             head.next = new
         if parent.index is not None:
-            parent.index[_sort_key(new.edge[: self._block_bytes])] = new
+            parent.index[sort_key(new.edge[: self._block_bytes])] = new
 
     def _only_child(self, node: Node) -> Node:
         return next(iter((node.children or node.tails or {}).values()))
@@ -912,7 +776,7 @@ class RadixTree:
     def _index_of(self, node: Node) -> SortedDict[bytes, Node]:
         if node.index is None:
             # Built when it is first needed: a tree that is only asked for whole blocks never pays for it.
-            node.index = SortedDict((_sort_key(c.edge[: self._block_bytes]), c) for c in _children(node))
+            node.index = SortedDict((sort_key(c.edge[: self._block_bytes]), c) for c in children(node))
         return node.index
 
     # -- inspection ------------------------------------------------------------------------------------------
@@ -920,13 +784,13 @@ class RadixTree:
     def nodes(self) -> Iterator[NodeInfo]:
         """Copies of all nodes, parents before children. Meant for inspection while nobody changes the tree."""
         for root in list(self._roots.values()):
-            todo = [(child, 0) for child in _children(root)]
+            todo = [(child, 0) for child in children(root)]
             while todo:
                 node, start = todo.pop()
                 tokens = np.frombuffer(bytes(node.edge), np.int64)
                 ids = np.frombuffer(bytes(node.blocks), np.int32)
                 yield NodeInfo(root.namespace, start, tokens, ids, node.num_children)
-                todo += [(child, start + len(tokens)) for child in _children(node)]
+                todo += [(child, start + len(tokens)) for child in children(node)]
 
     def content_hashes(self, tokens: Any, namespace: Namespace = b"") -> list[bytes]:
         """Chained 128-bit content addresses of the whole blocks of `tokens`; see `ContentHasher`."""
@@ -936,104 +800,9 @@ class RadixTree:
         """Raise `CacheCorruptionError`, with values, at the first invariant broken. For tests."""
         with self._pool.lock:
             self._pool.check()
-            self._check_nodes()
+            check_nodes(self)
             if self.num_cached_blocks != self.num_evictable_blocks + self.num_pinned_blocks:
                 raise CacheCorruptionError("tree invariant 6: cached != evictable + pinned")
-
-    def _check_nodes(self) -> None:
-        pool, priority = self._pool, self._policy.priority
-        owner: dict[int, int] = {}
-        num_nodes = num_leaves = 0
-        num_filed = num_parked = 0
-        woken = set(pool._woken)
-        for root in self._roots.values():
-            if root.num_children == 0 or root.edge or root.blocks:
-                raise CacheCorruptionError(
-                    f"tree invariant 4: root {root.namespace!r} has no child, or blocks"
-                )
-            self._check_children(root, root)
-            for node in _below(root):
-                num_nodes += 1
-                ids = np.frombuffer(bytes(node.blocks), np.int32)
-                num_tokens, rest = divmod(len(node.edge), TOKEN_BYTES)
-                where = f"node {node.serial} with blocks {ids.tolist()[:8]}"
-                if rest or not len(ids) or len(ids) != -(-num_tokens // self._block_size):
-                    raise CacheCorruptionError(f"tree invariant 4: {where} has {num_tokens} tokens")
-                if node.num_children and num_tokens % self._block_size:
-                    raise CacheCorruptionError(f"tree invariant 4: {where} has a tail and children")
-                for block in ids.tolist():
-                    if owner.setdefault(block, node.serial) != node.serial:
-                        raise CacheCorruptionError(f"tree invariant 1: block {block} is on two edges")
-                if len(set(ids.tolist())) != len(ids):
-                    raise CacheCorruptionError(f"tree invariant 1: {where} names a block twice")
-                gaps = np.zeros(len(ids), np.int32)
-                gaps[-1] = -num_tokens % self._block_size
-                if (pool._gaps[ids] != gaps).any() or not (pool._state[ids] & CACHED).all():
-                    raise CacheCorruptionError(f"tree invariant 1: {where}: the pool has other rows cached")
-                parent = node.parent
-                assert parent is not None
-                above = parent.blocks[-ID_BYTES:]
-                chain = np.frombuffer(bytes(above + node.blocks), np.int32)
-                if (np.diff(pool._state[chain]) > 0).any():
-                    raise CacheCorruptionError(
-                        f"tree invariant 2: {where}: references rise, {(pool._state[chain] >> 1).tolist()[:8]}"
-                    )
-                if self.policy == "lru" and (np.diff(priority[chain]) > 0).any():
-                    raise CacheCorruptionError(
-                        f"lru: {where}: last use rises, {priority[chain].tolist()[:8]}"
-                    )
-                self._check_children(root, node)
-                last = int(ids[-1])
-                if node.num_children:
-                    if node.entry is not None or node.parked:
-                        raise CacheCorruptionError(f"tree invariant 5: {where} is filed, but no leaf")
-                    continue
-                num_leaves += 1
-                num_filed += node.entry is not None
-                num_parked += node.parked
-                if (node.entry is None) != node.parked:
-                    raise CacheCorruptionError(f"tree invariant 5: leaf {where} is not filed once")
-                if node.entry is not None and (node.entry[2] is not node or node.entry[0] > priority[last]):
-                    raise CacheCorruptionError(
-                        f"tree invariant 5: leaf {where} is filed under {node.entry[0]}"
-                    )
-                if node.parked and (
-                    self._parked.get(last) is not node or not (pool._watched[last] or last in woken)
-                ):
-                    raise CacheCorruptionError(f"tree invariant 5: leaf {where} is parked, but not watched")
-        if len(owner) != pool.num_cached:
-            raise CacheCorruptionError(
-                f"tree invariant 1: {len(owner)} on edges, {pool.num_cached} in the pool"
-            )
-        have = (self._num_nodes, self._num_leaves, len(self._order), len(self._parked))
-        true = (num_nodes, num_leaves, num_filed, num_parked)
-        if have != true:
-            raise CacheCorruptionError(f"tree: nodes, leaves, filed, parked are {have}, recount {true}")
-
-    def _check_children(self, root: Root, node: Node) -> None:
-        children = list(_children(node))
-        if len(children) != node.num_children:
-            raise CacheCorruptionError(
-                f"node {node.serial}: {len(children)} children, counted {node.num_children}"
-            )
-        keys = sorted((_sort_key(child.edge[: self._block_bytes]), child.serial) for child in children)
-        for (first, _), (second, _) in itertools.pairwise(keys):
-            if second.startswith(first):  # in sorted order a prefix stands right before what it begins
-                raise CacheCorruptionError(
-                    f"tree invariant 3: two children of node {node.serial} start alike"
-                )
-        if node.index is not None:
-            listed = [(key, child.serial) for key, child in node.index.items()]
-            if listed != keys:
-                raise CacheCorruptionError(f"node {node.serial}: the index of its children is wrong")
-        for child in children:
-            if child.parent is not node:
-                raise CacheCorruptionError(f"node {child.serial} does not know its parent {node.serial}")
-            whole = len(child.edge) >= self._block_bytes
-            if whole == (node.tails is not None and child.serial in node.tails):
-                raise CacheCorruptionError(f"node {child.serial} is in the wrong table of node {node.serial}")
-            if whole and child.hash != self._hash(bytes(child.edge[: self._block_bytes]), root.seed):
-                raise CacheCorruptionError(f"node {child.serial} is found under a wrong hash")
 
 
 def _limit(array: TokenArray, max_tokens: int | None) -> int:
@@ -1042,63 +811,3 @@ def _limit(array: TokenArray, max_tokens: int | None) -> int:
     if max_tokens < 0:
         raise InvalidRequestError(f"max_tokens must not be negative, got {max_tokens}")
     return min(len(array), int(max_tokens))
-
-
-def _last_block(node: Node) -> int:
-    return int.from_bytes(node.blocks[-ID_BYTES:], sys.byteorder)
-
-
-def _children(node: Node) -> Iterator[Node]:
-    for head in node.children.values():
-        child: Node | None = head
-        while child is not None:
-            yield child
-            child = child.next
-    if node.tails:
-        yield from node.tails.values()
-
-
-def _below(root: Node) -> Iterator[Node]:
-    """All nodes under a root, parents first, without recursion."""
-    todo = list(_children(root))
-    while todo:
-        node = todo.pop()
-        yield node
-        todo += _children(node)
-
-
-def _common_bytes(edge: bytearray, data: memoryview) -> int:
-    """Length of the common prefix, in bytes, whole tokens only."""
-    size = min(len(edge), len(data))
-    if edge.startswith(data[:size]):
-        return size
-    # Double the step while all is equal, then halve it: memcmp does the bulk, numpy only the last piece.
-    low, step = 0, 1024
-    while not (low + step < size) or edge.startswith(data[low : low + step], low, low + step):
-        if low + step >= size:
-            step = size - low
-            break
-        low += step
-        step *= 2
-    while step > 4096:
-        half = step // (2 * TOKEN_BYTES) * TOKEN_BYTES
-        if edge.startswith(data[low : low + half], low, low + half):
-            low += half
-            step -= half
-        else:
-            step = half
-    ours = np.frombuffer(edge, np.int64, step // TOKEN_BYTES, low)
-    theirs = np.frombuffer(data, np.int64, step // TOKEN_BYTES, low)
-    return low + int((ours != theirs).argmax()) * TOKEN_BYTES
-
-
-def _sort_key(tokens: bytearray | memoryview) -> bytes:
-    """Bytes that sort like the tokens; a prefix of tokens has a prefix of bytes."""
-    return np.frombuffer(tokens, np.int64).astype(">i8").tobytes()
-
-
-def _common_key_bytes(a: bytes, b: bytes) -> int:
-    """Length of the common prefix of two sort keys, in bytes, whole tokens only."""
-    size = min(len(a), len(b))
-    differ = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
-    return (size - (differ.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES

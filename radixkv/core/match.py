@@ -99,6 +99,7 @@ class InsertResult(NamedTuple):
     Attributes:
         blocks: `int32[...]`, the table to go on with. The caller holds one reference on each, as before: where
             the tree already had a block with those tokens, it is the tree's block instead of the caller's.
+            (If nothing was replaced it is the very array that the caller gave.)
         num_new_blocks: Blocks the tree took over.
         num_duplicate_blocks: Blocks of the caller that were replaced in `blocks` and released.
         num_new_tokens: By how much `num_cached_tokens` rose.

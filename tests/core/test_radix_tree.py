@@ -274,6 +274,17 @@ class TreeMachine(RuleBasedStateMachine):
             self.pool.release(blocks)
             self.model.held.subtract(blocks)
 
+    @rule(space=namespaces, tokens=token_lists, fork=st.booleans())
+    def compute(self, space, tokens, fork):
+        """A request that is computed, and perhaps forked, before it is inserted."""
+        own = self.allocate_both(-(-len(tokens) // self.model.block_size))
+        if own is not None:
+            self.tables.append([space, tokens, own])
+            if fork:
+                self.pool.retain(own)
+                self.model.held.update(own)
+                self.tables.append([space, tokens, list(own)])
+
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5).map(tuple), in_place=st.booleans())
     def decode(self, data, more, in_place):

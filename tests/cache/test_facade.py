@@ -374,7 +374,7 @@ def test_sessions_and_pins_keep_to_their_namespace(cache: Any, model: Any) -> No
     books(cache)
 
 
-@pytest.mark.parametrize("name", [3, 1.5, ["a"], ("a", 3), {"a": "b"}, object()], ids=str)
+@pytest.mark.parametrize("name", [3, 1.5, ["a"], ("a", 3), {"a": "b"}, {"a"}], ids=str)
 def test_names_of_the_wrong_kind(cache: Any, model: Any, name: Any) -> None:
     for call in (
         lambda: cache.match_length(IDS[0], namespace=name),

@@ -35,7 +35,7 @@ SEARCH = int(os.environ.get("RADIXKV_TEST_SEARCH", "0"))
 token = st.integers(3, 5)
 text = st.lists(token, min_size=1, max_size=24).map(tuple)
 quick = settings(
-    max_examples=SEARCH or 30,
+    max_examples=SEARCH or 25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     derandomize=not SEARCH,

@@ -16,6 +16,7 @@ from radixkv.core.radix_tree import Match
 from radixkv.hf.compat import ForwardCall, bare_cache, fresh_layers
 from radixkv.hf.layers import RowsLayer, SessionLayer
 from radixkv.hf.prefill import Climb, Row, Shared, plan_shared, plan_staircase
+from radixkv.hf.support import base_of
 from radixkv.observe.stats import RequestStats
 
 __all__ = ["Filled", "Filler"]
@@ -23,6 +24,9 @@ __all__ = ["Filled", "Filler"]
 # A forward of its own has to save about as many token computations as its fixed cost is worth.
 _MIN_SAVED = {"cpu": 8}
 _MIN_SAVED_ELSEWHERE = 64
+# A hit turns the causal kernel of a prefill into one with a mask, which costs some per cent: a hit on less than
+# this share of the prompt (its begin token, say) would not even pay for that.
+_MIN_HIT_SHARE = 64
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Filler:
     def __init__(self, cache: PrefixCache, model: Any, may_compute: bool) -> None:
         self._cache = cache
         self._model = model
-        self._base = model.base_model
+        self._base = base_of(model)
         self._call = ForwardCall(self._base)
         self._may_compute = may_compute
         self._min_saved = _MIN_SAVED.get(cache.layout.device.type, _MIN_SAVED_ELSEWHERE)
@@ -107,6 +111,8 @@ class Filler:
                 shared = plan_shared(rows, self._min_saved)
                 climbs, skip = plan_staircase(rows, self._min_saved)
             skip = min(skip, columns - ahead)
+            if not shared and not climbs and skip * _MIN_HIT_SHARE < columns and not pads.any():
+                skip = 0
             if skip <= 0:
                 return Filled(layers, 0, rows)
             self._allocate(layers, rows, cached, columns)

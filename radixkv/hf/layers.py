@@ -51,8 +51,18 @@ class _AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, *_: Any) -> None:
         """Buffers are made by the first `update`."""
 
+    ended = False
+
     def get_seq_length(self, *_: Any) -> int:
+        if self.ended:
+            self.refuse()
         return self.length
+
+    def refuse(self) -> None:
+        """Raise the error of a layer that is used after its end."""
+        raise InvalidRequestError(
+            "this session has ended, and its cache with it: open another with cache.session(...)"
+        )
 
     def get_max_length(self) -> int:
         return -1
@@ -81,7 +91,6 @@ class SessionLayer(_AttentionLayer):
         super().__init__(shape.window)
         self.shape = shape
         self.book = book
-        self.ended = False
         self.base = 0  # column of the first one held; above 0 only in sliding layers after a hit
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -107,12 +116,6 @@ class SessionLayer(_AttentionLayer):
         """Free the buffers; any further use is an error."""
         self.ended = True
         self._keys = self._values = None
-
-    def refuse(self) -> None:
-        """Raise the error of a layer that is used after its end."""
-        raise InvalidRequestError(
-            "this session has ended, and its cache with it: open another with cache.session(...)"
-        )
 
     @property
     def num_rows(self) -> int:

@@ -33,7 +33,7 @@ from radixkv.hf.guard import GenerateGuard, guard_prompt
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
-from radixkv.hf.support import check_supported, unwrap_model
+from radixkv.hf.support import base_of, check_supported, unwrap_model
 from radixkv.hf.watch import ModelWatch
 from radixkv.observe.stats import RequestStats
 
@@ -108,7 +108,7 @@ class HFPlug:
     def __init__(self, cache: PrefixCache, model: Any) -> None:
         self._cache = cache
         self.model = unwrap_model(model)
-        self.base = self.model.base_model
+        self.base = base_of(self.model)
         self._rope = RopeRule.of(self.model)
         self._watch = ModelWatch(
             self.model, ignore=(self.model, self.base), derived_buffers=self._rope.kind == "plain"
@@ -185,7 +185,8 @@ class HFPlug:
             self._uninstall()
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
-        return self._origin(namespace, num_tokens).key
+        with self._busy():
+            return self._origin(namespace, num_tokens).key
 
     def flush(self) -> None:
         """Store what ended sessions, and this thread's own ones between two forwards, have computed."""
@@ -364,11 +365,17 @@ class HFPlug:
         outer = self._here.outer
         if outer is None:  # the base model is called directly: only the cache says what is wanted
             outer = OuterCall.read(call, name, self.model.config)
+        self.flush()
+        with self._busy():
+            return self._begin_quietly(call, past, outer)
+
+    def _begin_quietly(self, call: dict[str, Any], past: Any, outer: OuterCall) -> dict[str, Any] | None:
+        name = self._call.cache_name
         reason = bypass_reason(
             call,
             name,
             outer,
-            training=self.base.training,
+            training=self._watch.any_training(),
             use_cache_default=bool(getattr(text_config(self.model), "use_cache", True)),
             shortened=self._count_layers() != self._num_hidden_layers,
             # Cached KV has no graph: gradients through it would silently lack the prefix's part.
@@ -388,18 +395,16 @@ class HFPlug:
         serve = outer.wants_cache
         if not serve:  # all logits are wanted, so all tokens must be computed; their KV can be kept
             self._count("full_logits")
-        self.flush()
         began = time.perf_counter()
-        with self._busy():
-            ahead = max(1, int(outer.keep or 0)) if serve else ids.shape[1]
-            filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin.key, ahead)
-            session = Session(origin, filled.layers, pads, ids, filler=self._filler_ids(), explicit=False)
-            session.feed(ids)
-            if past is None:
-                past = bare_cache(filled.layers)
-            else:
-                install_layers(past, filled.layers)
-            self._adopt(past, session)
+        ahead = max(1, int(outer.keep or 0)) if serve else ids.shape[1]
+        filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin.key, ahead)
+        session = Session(origin, filled.layers, pads, ids, filler=self._filler_ids(), explicit=False)
+        session.feed(ids)
+        if past is None:
+            past = bare_cache(filled.layers)
+        else:
+            install_layers(past, filled.layers)
+        self._adopt(past, session)
         edited = trimmed(call, filled.skip)
         edited[name] = past
         work = ids.shape[0] * (ids.shape[1] - filled.skip) + filled.computed_ahead

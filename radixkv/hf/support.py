@@ -12,7 +12,7 @@ from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.hf.compat import DynamicCache, ForwardCall, fresh_layers, layer_window, text_config
 from radixkv.store.layout import KVLayout, LayerLayout
 
-__all__ = ["check_supported", "probe_model", "unwrap_model"]
+__all__ = ["base_of", "check_supported", "probe_model", "unwrap_model"]
 
 _PROBE_TOKENS = 7
 _PROBE_CUT = 4
@@ -36,11 +36,21 @@ def unwrap_model(model: Any) -> Any:
         or not hasattr(inner, "config")
     ):
         raise InvalidRequestError(f"expected a transformers model, got {type(model).__name__}")
-    if inner.base_model is inner:
+    if base_of(inner) is inner:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no language-model head: load it with AutoModelForCausalLM"
         )
     return inner
+
+
+def base_of(model: Any) -> Any:
+    """The part below the head, which sees every forward; the model itself if it has no head."""
+    if model.base_model is not model:
+        return model.base_model
+    # Some models name a part that they do not have (Gemma 3 in transformers 4.57).
+    inner = getattr(model, "model", None)
+    headed = getattr(model, "lm_head", None) is not None
+    return inner if headed and isinstance(inner, torch.nn.Module) and hasattr(inner, "base_model") else model
 
 
 def check_supported(model: Any) -> None:
@@ -67,13 +77,15 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} attends in both directions: KV of a prefix depends on what follows"
         )
-    for module in model.base_model.modules():
-        # With a layer index, it caches KV; vision towers and the like have none.
-        if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None:
-            raise UnsupportedModelError(
-                f"{name} attends in both directions ({type(module).__name__}.is_causal is False): KV of a prefix "
-                "depends on what follows"
-            )
+    for module in base_of(model).modules():
+        if getattr(module, "layer_idx", None) is None:
+            continue  # only what caches KV has a layer index; vision towers and the like have none
+        for flag in ("is_causal", "is_decoder"):
+            if getattr(module, flag, True) is False:
+                raise UnsupportedModelError(
+                    f"{name} attends in both directions ({type(module).__name__}.{flag} is False): KV of a prefix "
+                    "depends on what follows"
+                )
     dynamic = getattr(model, "_supports_default_dynamic_cache", None)
     if callable(dynamic) and not dynamic():
         raise UnsupportedModelError(
@@ -81,7 +93,7 @@ def check_supported(model: Any) -> None:
         )
     for layer in fresh_layers(model):
         layer_window(layer)
-    ForwardCall(model.base_model)
+    ForwardCall(base_of(model))
 
 
 def probe_model(model: Any) -> KVLayout:

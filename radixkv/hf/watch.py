@@ -50,7 +50,8 @@ class ModelWatch:
         self._ignore = {id(module) for module in ignore}
         self._derived_buffers = derived_buffers
         self._epoch = 0
-        self._lock = threading.Lock()
+        # Reentrant: a garbage collection inside may end a session, which asks for the state.
+        self._lock = threading.RLock()
         self._patches: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
         self._read()
         with _hook_lock:
@@ -69,6 +70,10 @@ class ModelWatch:
                 self._epoch += 1
                 self._read()
             return self._epoch, self._adapters(), self._patch_number()
+
+    def any_training(self) -> bool:
+        """Whether any module inside the model is in training mode (dropout may be on in a part of it)."""
+        return any(module.training for module in self._modules)
 
     def bump(self) -> None:
         """Treat the weights as changed."""

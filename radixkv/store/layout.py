@@ -36,6 +36,7 @@ class LayerLayout:
 
     @property
     def elements_per_token(self) -> int:
+        """Elements of K and V together that one token takes in this layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 

@@ -191,6 +191,15 @@ class SessionLayer(_AttentionLayer):
             new[:, :, :held].copy_(old[:, :, :held])
             setattr(self, name, new)
 
+    def forget(self, column: int) -> None:
+        """Free the columns before `column`, which nobody will read again (sliding layers only)."""
+        if self.window is None or column <= self.base or self._keys is None or self._values is None:
+            return
+        keys, values = self.view(None, column, self.length)
+        self.allocate(self.num_rows, self.length, column, keys.dtype, keys.device)
+        self._keys[:, :, : keys.shape[2]] = keys
+        self._values[:, :, : values.shape[2]] = values
+
     # -- what generation does to rows and length ------------------------------------------------------------
 
     def can_cut(self, length: int) -> bool:

@@ -342,6 +342,7 @@ class HFPlug:
         if not session.explicit:
             with self._busy():
                 self._store(session)
+                session.forget_stored(self._cache.block_size)
 
     def _explicit_session(self, past: Any) -> Session | None:
         leader = self._leader_of(past)

@@ -16,6 +16,8 @@ from radixkv.hf.layers import SessionLayer
 
 __all__ = ["Origin", "Session"]
 
+_CROP_SLACK = 128  # tokens that a crop may go back below the window
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -242,6 +244,18 @@ class Session:
             if len(tokens) and self._stored.get(row) != len(tokens):
                 cache.commit(np.ascontiguousarray(tokens), self.origin.key, _RowSource(self.layers, row, pad))
                 self._stored[row] = len(tokens)
+
+    def forget_stored(self, block_size: int) -> None:
+        """Let sliding layers drop what lies far before their window, once it is stored.
+
+        A cold prompt leaves all its columns in them. The block that the next token falls into stays, since it
+        will be stored again when it is fuller, and some columns more, since drafts may be cropped.
+        """
+        for layer in self._kv_layers():
+            if layer.window is None or layer.length - layer.base < 4 * layer.window + _CROP_SLACK:
+                continue
+            borders = [pad + (layer.length - pad) // block_size * block_size for pad in self.pads.tolist()]
+            layer.forget(min([*borders, layer.length - 2 * layer.window - _CROP_SLACK]))
 
     def _without_filler(self, tokens: np.ndarray, prompt: int) -> np.ndarray:
         """Leave out what a finished row was fed while others went on."""

@@ -118,7 +118,7 @@ def one_weight(model: Any) -> None:
 
 
 def new_embeddings(model: Any) -> None:
-    table = torch.nn.Embedding(64, 32)
+    table = torch.nn.Embedding(64, 32).eval()  # new modules are in training mode
     with torch.no_grad():
         table.weight.copy_(model.get_input_embeddings().weight.flip(0))
     model.set_input_embeddings(table)

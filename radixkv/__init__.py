@@ -47,8 +47,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from radixkv.cache.prefix_cache import Lease, PrefixCache
     from radixkv import errors
+    from radixkv.cache.prefix_cache import Lease, PrefixCache
     from radixkv.core.block_pool import BlockPool
     from radixkv.core.block_table import BlockCopy, BlockTable
     from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail

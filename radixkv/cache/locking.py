@@ -1,57 +1,96 @@
-"""The lock around pool and tree."""
+"""The lock around pool and tree, and keeping Ctrl-C out of what must not stop half-way."""
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["BooksLock"]
+__all__ = ["BooksLock", "InterruptsHeld", "books_are_open"]
+
+
+class InterruptsHeld:
+    """Holds SIGINT back for the length of a `with` block in the main thread, and delivers it afterwards.
+
+    Args:
+        later: Deliver it a moment after the block instead of at its end: a finalizer must not raise, because
+            Python would print and swallow the `KeyboardInterrupt`.
+    """
+
+    def __init__(self, later: bool = False) -> None:
+        self._later = later
+        self._previous: Any = None
+        self._came: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> InterruptsHeld:
+        if threading.get_ident() == threading.main_thread().ident:
+            previous = signal.getsignal(signal.SIGINT)
+            if callable(previous):
+                self._previous = previous
+                signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        previous, self._previous = self._previous, None
+        if previous is None:
+            return
+        signal.signal(signal.SIGINT, previous)
+        came, self._came = self._came, None
+        if came is None:
+            return
+        if self._later:
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            previous(*came)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._came = (signum, frame)
+
+
+class _Held(threading.local):
+    count = 0
+
+
+_held = _Held()
+
+
+def books_are_open() -> bool:
+    """Whether this thread is inside some `BooksLock`: a garbage collection there must not take another one."""
+    return _held.count > 0
 
 
 class BooksLock:
-    """A reentrant lock that knows its owner and keeps Ctrl-C out of what it guards.
+    """A reentrant lock that keeps Ctrl-C out of what it guards.
 
     An update of the tree takes several steps. A `KeyboardInterrupt` between two of them would leave books that
-    do not balance, so in the main thread SIGINT is held back while the lock is, and delivered right after.
+    do not balance, so SIGINT is held back while the lock is, and delivered right after.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._owner: int | None = None
         self._depth = 0
-        self._previous: Any = None
-        self._interrupt: tuple[int, FrameType | None] | None = None
+        self._interrupts: InterruptsHeld | None = None
 
     def __enter__(self) -> None:
+        interrupts = None
+        if _held.count == 0:
+            # Before the lock is taken, so that no interrupt can come between.
+            interrupts = InterruptsHeld()
+            interrupts.__enter__()
+        _held.count += 1
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
-            self._owner = threading.get_ident()
-            if self._owner == threading.main_thread().ident:
-                previous = signal.getsignal(signal.SIGINT)
-                if callable(previous):
-                    self._previous = previous
-                    signal.signal(signal.SIGINT, self._note)
+            self._interrupts = interrupts
 
     def __exit__(self, *_: object) -> None:
-        previous = interrupt = None
-        if self._depth == 1:
-            previous, self._previous = self._previous, None
-            if previous is not None:
-                signal.signal(signal.SIGINT, previous)
-            interrupt, self._interrupt = self._interrupt, None
-            self._owner = None
         self._depth -= 1
+        interrupts = None
+        if self._depth == 0:
+            interrupts, self._interrupts = self._interrupts, None
         self._lock.release()
-        if previous is not None and interrupt is not None:
-            previous(*interrupt)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._interrupt = (signum, frame)
-
-    @property
-    def owned(self) -> bool:
-        """Whether the calling thread holds the lock."""
-        return self._owner == threading.get_ident()
+        _held.count -= 1
+        if interrupts is not None:
+            interrupts.__exit__()

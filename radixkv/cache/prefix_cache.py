@@ -86,8 +86,8 @@ class PrefixCache:
     Most users make one with `for_model` and wrap their loop in `attached`. Without a model it is the
     store, tree and pool of an engine: `lookup`, `read`, `commit`.
 
-    Invariants, verified by `check()`: those of its pool and tree, and free + cached + privately held
-    blocks = all blocks.
+    `check()` verifies the invariants of its pool and tree; between calls, blocks that are neither free nor
+    cached are held by a request in another thread.
 
     Args:
         layout: Shapes of the KV of the model.
@@ -128,6 +128,7 @@ class PrefixCache:
         # One lock over pool and tree. KV is copied outside of it: a leased block does not change, and a
         # freshly allocated one is known to nobody else.
         self._lock = BooksLock()
+        self._generation = 0  # counts what makes entries under way obsolete
         self._keys_of: dict[bytes, set[bytes]] = {}
         self._plug: ModelPlug | None = None
 
@@ -253,8 +254,13 @@ class PrefixCache:
         """
         wanted = None if namespace is None else canonical_namespace(namespace)
         with self._lock:
-            keys = None if wanted is None else self._keys_of.get(wanted, {wanted})
+            keys = None if wanted is None else self._keys_of.get(wanted, set())
             freed = self.tree.clear_all(keys)
+            self._generation += 1
+            if wanted is None:
+                self._keys_of.clear()
+            else:
+                self._keys_of.pop(wanted, None)
             if self._plug is not None:
                 self._plug.discard(wanted)
             return freed
@@ -269,6 +275,7 @@ class PrefixCache:
             if self._plug is not None:
                 self._plug.invalidate()
                 self._plug.discard(None)
+            self._generation += 1
             self.tree.drop_evictable()
 
     @property
@@ -281,7 +288,7 @@ class PrefixCache:
 
     @property
     def last_requests(self) -> tuple[RequestStats, ...]:
-        """The prompts of the most recent call, one entry for each row."""
+        """The prompts of the most recent call of any thread, one entry for each row."""
         return self._recorder.last_requests
 
     def reset_stats(self) -> None:
@@ -348,11 +355,6 @@ class PrefixCache:
 
     # -- for plug-ins and engines ---------------------------------------------------------------------------
 
-    def register_key(self, namespace: bytes, key: bytes) -> None:
-        """Note that entries of the user's `namespace` lie under the tree namespace `key` (for `clear`)."""
-        with self._lock:
-            self._keys_of.setdefault(namespace, set()).add(key)
-
     def lookup(
         self, tokens: np.ndarray, key: bytes, holder: list[Match], max_tokens: int | None = None
     ) -> Match:
@@ -377,29 +379,37 @@ class PrefixCache:
         with self._lock:
             match.release()
 
-    def commit(self, tokens: np.ndarray, key: bytes, source: KVSource) -> int:
+    def commit(self, tokens: np.ndarray, key: bytes, source: KVSource, namespace: bytes | None = None) -> int:
         """Store the KV of `tokens`, as much of it as there is room for, and make it known.
 
         Blocks that are cached already are not copied again. Evicts what is needed; blocks are visible to
         others only once they are written. Never raises for lack of room.
 
+        Args:
+            tokens: int64 `[num_tokens]`.
+            key: Tree namespace.
+            source: Where their KV is.
+            namespace: Canonical namespace of the user that `key` belongs to, for `clear`; None if it is the key.
+
         Returns:
-            Tokens newly stored.
+            Leading tokens that are cached now.
         """
         begin = time.perf_counter()
         size = self.block_size
         held = np.empty(0, dtype=np.int32)
+        num_new = 0
         try:
             with self._lock:
+                generation = self._generation
                 match = self.tree.match(tokens, key, partial=False)
                 known = match.num_tokens
                 held = match.take()
                 if known == len(tokens) or known < source.first_position:
-                    return 0
+                    return known
                 wanted = -(-len(tokens) // size) - len(held)
                 room = min(wanted, self.pool.num_free + self.tree.num_evictable_blocks)
                 if room == 0:
-                    return 0
+                    return known
                 held = np.concatenate((held, self.tree.allocate(room)))
             tokens = tokens[: len(held) * size]
             where = self.store.locate(held, known, len(tokens))
@@ -407,19 +417,17 @@ class PrefixCache:
                 if kind is not None:
                     self.store.write(layer, where, *source.rows(layer, known, len(tokens)))
             with self._lock:
+                if generation != self._generation:  # cleared meanwhile: what was forgotten must not come back
+                    return 0
                 result = self.tree.insert(tokens, held, key)
-                held = result.blocks
+                held, num_new = result.blocks, result.num_new_tokens
+                self._keys_of.setdefault(key if namespace is None else namespace, set()).add(key)
         finally:
             with self._lock:
                 self.pool.release(held)
                 held = held[:0]
-        self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=result.num_new_tokens)
-        return result.num_new_tokens
-
-    @property
-    def locked_by_me(self) -> bool:
-        """Whether this thread is inside an operation of this cache (a garbage collection may run there)."""
-        return self._lock.owned
+            self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=num_new)
+        return len(tokens)
 
     @property
     def lock(self) -> BooksLock:
@@ -445,6 +453,4 @@ class PrefixCache:
     def _key(self, namespace: Namespace, num_tokens: int) -> bytes:
         if self._plug is not None:
             return self._plug.key(namespace, num_tokens)
-        key = canonical_namespace(namespace)
-        self.register_key(key, key)
-        return key
+        return canonical_namespace(namespace)

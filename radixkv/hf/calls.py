@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixkv.hf.compat import cache_length, is_fresh_dynamic
 
-__all__ = ["WHY", "OuterCall", "bypass_reason", "cache_in", "left_padding", "trimmed"]
+__all__ = ["WHY", "OuterCall", "brings_data", "bypass_reason", "cache_in", "left_padding", "trimmed"]
 
 WHY = {
     "use_cache_false": "use_cache=False was given",
@@ -35,6 +35,8 @@ WHY = {
     "dtype": "the model computed KV of another dtype or on another device than the pool's",
     "empty": "the input is empty",
 }
+
+_KNOWN = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position"})
 
 
 @dataclass
@@ -80,7 +82,6 @@ def bypass_reason(
     """Why the first forward of a cache must be left alone, judged by its arguments; None if it can be served."""
     past = call.get(cache_name)
     use_cache = call.get("use_cache")
-    known = {"input_ids", "attention_mask", "position_ids", "cache_position", cache_name}
     checks = (
         ("training", training),
         ("labels", outer.labels),
@@ -92,7 +93,7 @@ def bypass_reason(
         ("static_cache", type(past).__name__.startswith("Static")),
         ("own_cache", past is not None and cache_length(past) != 0),
         ("foreign_cache", past is not None and not is_fresh_dynamic(past)),
-        ("extra_inputs", any(_is_data(value) for name, value in call.items() if name not in known)),
+        ("extra_inputs", brings_data(call, cache_name)),
         ("full_logits", isinstance(outer.keep, Tensor)),
         ("grad", differentiable and torch.is_grad_enabled()),
     )
@@ -101,6 +102,16 @@ def bypass_reason(
             return reason
     ids = call["input_ids"]
     return "empty" if ids.dim() != 2 or ids.numel() == 0 else None
+
+
+def brings_data(call: dict[str, Any], cache_name: str) -> bool:
+    """Whether a call has inputs beyond the ones that are understood (flags and names are not)."""
+    for name, value in call.items():
+        if name in _KNOWN or name == cache_name:
+            continue
+        if isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, (list, tuple)) and len(value) > 0):
+            return True
+    return False
 
 
 def left_padding(call: dict[str, Any], shape: tuple[int, int]) -> tuple[np.ndarray, str | None]:
@@ -147,10 +158,3 @@ def cache_in(output: Any) -> Any:
         if value is not None:
             return value
     return None
-
-
-def _is_data(value: Any) -> bool:
-    """Whether an argument is an input beyond the ones that are understood (flags and names are not)."""
-    if isinstance(value, (list, tuple)):
-        return len(value) > 0
-    return isinstance(value, (Tensor, np.ndarray))

@@ -103,8 +103,9 @@ class Filler:
         shared: list[Shared] = []
         climbs: list[Climb] = []
         try:
-            for row in rows:
-                row.have = self._cache.lookup(row.tokens, key, matches, row.limit).num_tokens
+            with self._cache.lock:  # all rows see the same tree: what one finds of a shared prefix, all find
+                for row in rows:
+                    row.have = self._cache.lookup(row.tokens, key, matches, row.limit).num_tokens
             cached = [row.have for row in rows]
             skip = min(row.column for row in rows)
             if len(rows) > 1 and self._may_compute and ahead < columns:
@@ -118,8 +119,9 @@ class Filler:
             self._allocate(layers, rows, cached, columns)
             self._gather(layers, rows, matches)
         finally:
-            for match in matches:
-                self._cache.release(match)
+            with self._cache.lock:  # an interrupt between two of them would leave the others held
+                for match in matches:
+                    self._cache.release(match)
         for step in shared:
             self._compute_row(layers, rows, step.leader, ids, step.start, step.stop)
             for follower in step.followers:

@@ -19,7 +19,7 @@ from radixkv.core.errors import InvalidRequestError
 from radixkv.hf.calls import OuterCall, trimmed
 from radixkv.hf.session import Session
 
-__all__ = ["GenerateGuard", "guard_prompt"]
+__all__ = ["GenerateGuard", "guard_prompt", "place"]
 
 
 class GenerateGuard:
@@ -37,7 +37,7 @@ class GenerateGuard:
     def __init__(self, model: Any, session_of: Callable[[Any], Session | None]) -> None:
         self._model = model
         self._session_of = session_of
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._users = 0
         self._own: Any = None
 
@@ -134,32 +134,73 @@ def guard_prompt(
                 f"{prompt.shape[1]} prompt columns, so feed it input_ids[:, {done}:]"
             )
         # Not sliced: leave out what is there, but never all of it, nor positions whose logits are wanted.
-        keep = outer.keep if isinstance(outer.keep, int) else 1
+        if isinstance(outer.keep, Tensor):
+            raise InvalidRequestError(
+                f"logits_to_keep names positions of the whole prompt, {done} of which are cached: feed "
+                f"input_ids[:, {done}:] and count from there"
+            )
+        keep = outer.keep or 1
         skip = max(0, min(done, q - max(1, keep)))
         session.rewind(skip)
         skip = session.columns
-    return _placed(session, trimmed(call, skip), takes_positions)
+    call = place(session, trimmed(call, skip), takes_positions)
+    _check_placement(session, call)
+    return call
 
 
-def _placed(session: Session, call: dict[str, Any], takes_positions: bool) -> dict[str, Any]:
-    """Give the forward positions and mask that fit the session's padding, where the caller's do not."""
+def place(session: Session, call: dict[str, Any], takes_positions: bool) -> dict[str, Any]:
+    """Give a forward the mask and positions that fit the session's padding, where the caller gives none.
+
+    A mask of ones of another length says nothing about padding either.
+    """
     ids = call["input_ids"]
-    total = session.columns + ids.shape[1]
     mask = call.get("attention_mask")
-    fits = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == total
-    if not session.pads.any():
-        if mask is not None and isinstance(mask, Tensor) and mask.dim() == 2 and not fits:
-            call["attention_mask"] = None
+    padded = bool(session.pads.any())
+    total = session.columns + ids.shape[1]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != total and bool((mask == 1).all()):
+        call["attention_mask"] = mask = None
+    if not padded:
         return call
     if not takes_positions:
         raise InvalidRequestError("this model takes no position_ids, so a padded batch cannot be continued")
-    pads = torch.as_tensor(session.pads, device=ids.device)[:, None]
-    columns = torch.arange(total, device=ids.device)[None]
-    if not fits:
-        call["attention_mask"] = (columns >= pads).to(torch.int64)
+    if mask is None:
+        call["attention_mask"] = _expected_mask(session, total, ids).to(torch.int64)
     if call.get("position_ids") is None:
-        call["position_ids"] = (columns[:, session.columns :] - pads).clamp(min=0)
+        call["position_ids"] = _expected_positions(session, total, ids).clamp(min=0)
     return call
+
+
+def _expected_mask(session: Session, total: int, like: Tensor) -> Tensor:
+    pads = torch.as_tensor(session.pads, device=like.device)[:, None]
+    return torch.arange(total, device=like.device)[None] >= pads
+
+
+def _expected_positions(session: Session, total: int, like: Tensor) -> Tensor:
+    """Positions of the columns from where the cache ends; negative on padding."""
+    pads = torch.as_tensor(session.pads, device=like.device)[:, None]
+    return torch.arange(session.columns, total, device=like.device)[None] - pads
+
+
+def _check_placement(session: Session, call: dict[str, Any]) -> None:
+    """Raise if a forward of the prompt has another mask or other positions than its cached part."""
+    ids = call["input_ids"]
+    total = session.columns + ids.shape[1]
+    mask, positions = call.get("attention_mask"), call.get("position_ids")
+    if isinstance(mask, Tensor):
+        expected = _expected_mask(session, total, ids)
+        if mask.dim() != 2 or mask.shape != expected.shape or not bool(((mask == 1) == expected).all()):
+            raise InvalidRequestError(
+                "the attention mask differs from the padding this session was opened with: pass the same mask to "
+                "cache.session(..., attention_mask=mask), zeros on the left and then ones"
+            )
+    if isinstance(positions, Tensor):
+        wanted = _expected_positions(session, total, ids)
+        fits = positions.dim() == 2 and positions.shape[1] == wanted.shape[1]
+        if not fits or bool(((positions != wanted) & (wanted >= 0)).any()):
+            raise InvalidRequestError(
+                f"position_ids do not go on from the {session.columns} columns in this session: leave them out, or "
+                "count from there without the padding"
+            )
 
 
 def _agrees(prompt: Tensor, start: int, ids: Tensor) -> bool:

@@ -76,7 +76,22 @@ class _AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         return min(self.length, self.window - 1) + q, max(self.length - self.window + 1, 0)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: no layer drops what a crop could want back."""
+        """Nothing to do: sliding layers keep some columns more than their window for crops."""
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Passes cached keys and values on, and refuses to be differentiated: they have no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, values: Tensor, reason: Tensor) -> tuple[Tensor, Tensor]:
+        return keys.view_as(keys), values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise InvalidRequestError(
+            "gradients cannot flow through KV of a radixkv session, the cached part would be missing: call the "
+            "model without its cache for that"
+        )
 
 
 class SessionLayer(_AttentionLayer):
@@ -123,11 +138,11 @@ class SessionLayer(_AttentionLayer):
 
     def allocate(self, rows: int, columns: int, base: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for columns `base..columns` and some more; contents are undefined."""
-        self.base = base
         self._keys, self._values = (
             self._new(rows, columns - base, dim, dtype, device)
             for dim in (self.shape.key_dim, self.shape.value_dim)
         )
+        self.base = base
 
     def _new(self, rows: int, columns: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         room = columns + max(_MIN_ROOM, columns // 4)
@@ -152,26 +167,33 @@ class SessionLayer(_AttentionLayer):
         self.put(None, start, key_states, value_states)
         self.length = stop
         first = self.base if self.window is None else max(self.base, start - self.window + 1)
-        return self.view(None, first, stop)
+        keys, values = self.view(None, first, stop)
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            keys, values = _WithoutGradient.apply(keys, values, key_states)
+        return keys, values
 
     def put(self, rows: slice | Tensor | None, start: int, keys: Tensor, values: Tensor) -> None:
         """Write columns from `start` on, of all or of some rows."""
         assert self._keys is not None
         assert self._values is not None
-        span = slice(start - self.base, start - self.base + keys.shape[2])
-        which = slice(None) if rows is None else rows
+        first, count = start - self.base, keys.shape[2]
         # Detached: in-place buffers must not collect a graph when the caller forgot `no_grad`.
-        with torch.no_grad():
-            self._keys[which, :, span] = keys.detach()
-            self._values[which, :, span] = values.detach()
+        if rows is None:
+            self._keys.narrow(2, first, count).copy_(keys.detach())
+            self._values.narrow(2, first, count).copy_(values.detach())
+        else:
+            self._keys[rows, :, first : first + count] = keys.detach()
+            self._values[rows, :, first : first + count] = values.detach()
 
     def view(self, rows: slice | Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Columns `start..stop` of all or of some rows (a copy when rows are given by index)."""
         assert self._keys is not None
         assert self._values is not None
-        span = slice(start - self.base, stop - self.base)
-        which = slice(None) if rows is None else rows
-        return self._keys[which, :, span], self._values[which, :, span]
+        first, count = start - self.base, stop - start
+        if rows is None:
+            return self._keys.narrow(2, first, count), self._values.narrow(2, first, count)
+        span = slice(first, first + count)
+        return self._keys[rows, :, span], self._values[rows, :, span]
 
     def _reserve(self, stop: int) -> None:
         assert self._keys is not None

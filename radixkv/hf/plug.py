@@ -22,14 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.cache.locking import InterruptsHeld, books_are_open
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.tokens import as_tokens
-from radixkv.hf.calls import WHY, OuterCall, bypass_reason, cache_in, left_padding, trimmed
+from radixkv.hf.calls import WHY, OuterCall, brings_data, bypass_reason, cache_in, left_padding, trimmed
 from radixkv.hf.compat import DynamicCache, ForwardCall, bare_cache, install_layers, text_config
 from radixkv.hf.fill import Filler
-from radixkv.hf.guard import GenerateGuard, guard_prompt
+from radixkv.hf.guard import GenerateGuard, guard_prompt, place
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
@@ -39,8 +40,10 @@ from radixkv.observe.stats import RequestStats
 
 __all__ = ["HFPlug", "SessionCache"]
 
-_attached: weakref.WeakKeyDictionary[torch.nn.Module, HFPlug] = weakref.WeakKeyDictionary()
-_attach_lock = threading.Lock()
+# Which plug a model is attached to. Weak on both sides: a plug holds its model.
+_attached: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HFPlug]] = weakref.WeakKeyDictionary()
+# Reentrant: an abandoned `with` may be ended by the garbage collector at any line.
+_attach_lock = threading.RLock()
 
 
 class SessionCache(DynamicCache):  # type: ignore[misc]
@@ -73,7 +76,7 @@ class _Here(threading.local):
     """What one thread is in the middle of."""
 
     depth = 0
-    outer: OuterCall | None = None
+    outer: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     underway: _Underway | None = None
     passed_through = False
     last_bypass: tuple[str, int] | None = None
@@ -109,6 +112,7 @@ class HFPlug:
         self._cache = cache
         self.model = unwrap_model(model)
         self.base = base_of(self.model)
+        self._config = text_config(self.model)
         self._rope = RopeRule.of(self.model)
         self._watch = ModelWatch(
             self.model, ignore=(self.model, self.base), derived_buffers=self._rope.kind == "plain"
@@ -123,6 +127,7 @@ class HFPlug:
         self._attached = False
         self._attachment = 0
         self._handles: list[Any] = []
+        self._wrapper_handles: list[Any] = []
         self._users = 0
         self._lock = threading.RLock()
         self._here = _Here()
@@ -138,17 +143,30 @@ class HFPlug:
         canonical_namespace(namespace)
         check_supported(unwrap_model(model))
         self._check_model(model)
-        with _attach_lock, self._cache.lock:
-            other = _attached.get(self.model)
-            if other is not None:
-                whose = "this cache" if other is self else "another cache"
-                raise InvalidRequestError(f"the model is attached to {whose} already: detach it first")
-            self._namespace = namespace
-            self._install(model)
-            self._attached = True
-            _attached[self.model] = self
-            self._attachment += 1
-            return self._attachment
+        attachment = None
+        try:
+            with _attach_lock, self._cache.lock:
+                reference = _attached.get(self.model)
+                other = None if reference is None else reference()
+                if other is not None:
+                    whose = "this cache" if other is self else "another cache"
+                    raise InvalidRequestError(f"the model is attached to {whose} already: detach it first")
+                self._namespace = namespace
+                self._install()
+                if model is not self.model:  # a PEFT wrapper calls the forward of the model, past its hooks
+                    self._wrapper_handles = [
+                        model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
+                        model.register_forward_hook(self._leave_model, always_call=True),
+                    ]
+                self._attached = True
+                _attached[self.model] = weakref.ref(self)
+                self._attachment += 1
+                attachment = self._attachment
+        except BaseException:  # a Ctrl-C that was held back by the lock arrives here, when all is done
+            if attachment is not None:
+                self.detach(attachment)
+            raise
+        return attachment
 
     def detach(self, attachment: int | None = None) -> None:
         with _attach_lock, self._cache.lock:
@@ -157,7 +175,10 @@ class HFPlug:
             if not self._attached:
                 raise InvalidRequestError("no model is attached to this cache")
             self._attached = False
-            del _attached[self.model]
+            _attached.pop(self.model, None)
+            for handle in self._wrapper_handles:
+                handle.remove()
+            self._wrapper_handles = []
             self._uninstall()
         self.flush()
 
@@ -170,10 +191,13 @@ class HFPlug:
     def _session(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> Iterator[SessionCache]:
         self._check_model(self.model)
         self.flush()
-        self._install(self.model)
-        self._guard.enter()
         session: Session | None = None
+        installed = False
         try:
+            with self._cache.lock:
+                self._install()
+                self._guard.enter()
+                installed = True
             past, session = self._open(ids, pads, namespace)
             yield past
             with self._busy():
@@ -181,17 +205,22 @@ class HFPlug:
         finally:
             if session is not None:
                 session.close()
-            self._guard.leave()
-            self._uninstall()
+            if installed:
+                with self._cache.lock:
+                    self._guard.leave()
+                    self._uninstall()
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
         with self._busy():
-            return self._origin(namespace, num_tokens).key
+            key = self._origin(namespace, num_tokens).key
+            if not self._users:
+                self._watch.rest()
+            return key
 
     def flush(self) -> None:
         """Store what ended sessions, and this thread's own ones between two forwards, have computed."""
-        if self._here.depth or self._cache.locked_by_me:
-            return
+        if self._here.depth or books_are_open():
+            return  # called by the garbage collector in the middle of something: later
         with self._busy():
             while self._dead:
                 try:
@@ -235,9 +264,9 @@ class HFPlug:
             )
 
     def _count_layers(self) -> int:
-        return int(getattr(text_config(self.model), "num_hidden_layers", 0))
+        return int(getattr(self._config, "num_hidden_layers", 0))
 
-    def _install(self, model: Any) -> None:
+    def _install(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -247,11 +276,6 @@ class HFPlug:
                     self.base.register_forward_pre_hook(self._before_base, with_kwargs=True),
                     self.base.register_forward_hook(self._after_base),
                 ]
-            if model is not self.model:  # a PEFT wrapper calls the forward of the model, past its hooks
-                self._handles += [
-                    model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
-                    model.register_forward_hook(self._leave_model, always_call=True),
-                ]
 
     def _uninstall(self) -> None:
         with self._lock:
@@ -260,6 +284,7 @@ class HFPlug:
                 for handle in self._handles:
                     handle.remove()
                 self._handles = []
+                self._watch.rest()
 
     # -- storing --------------------------------------------------------------------------------------------
 
@@ -280,18 +305,32 @@ class HFPlug:
 
     def _cache_died(self, session: Session) -> None:
         self._dead.append(session)
-        self.flush()
+        with InterruptsHeld(later=True):
+            self.flush()
 
     def _store(self, session: Session) -> None:
-        if session.has_news:
-            session.commit(self._cache, self._watch.state(), self._rope.storable)
+        if not session.has_news:
+            return
+        if self._watch.may_drop():
+            session.trusted = False
+            return
+        session.commit(self._cache, self._watch.state(), self._rope.storable)
+        if session.wrong_dtype:
+            session.wrong_dtype = False
+            self._count("dtype")
 
     # -- the hook on the model ------------------------------------------------------------------------------
 
     def _enter_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._fill.running:
-            call = self._outer_call.by_name(args, kwargs)
-            self._here.outer = OuterCall.read(call, self._outer_call.cache_name, self.model.config)
+            self._here.outer = (args, kwargs)
+
+    def _outer(self) -> OuterCall | None:
+        """What the call on the model wants; None if the base model was called directly."""
+        if self._here.outer is None:
+            return None
+        call = self._outer_call.by_name(*self._here.outer)
+        return OuterCall.read(call, self._outer_call.cache_name, self.model.config)
 
     def _leave_model(self, *_: Any) -> None:
         self._here.outer = None
@@ -363,9 +402,7 @@ class HFPlug:
         """First forward of a fresh cache: fill it and trim the call; None to leave everything alone."""
         name = self._call.cache_name
         past = call.get(name)
-        outer = self._here.outer
-        if outer is None:  # the base model is called directly: only the cache says what is wanted
-            outer = OuterCall.read(call, name, self.model.config)
+        outer = self._outer() or OuterCall.read(call, name, self.model.config)
         self.flush()
         with self._busy():
             return self._begin_quietly(call, past, outer)
@@ -376,8 +413,8 @@ class HFPlug:
             call,
             name,
             outer,
-            training=self._watch.any_training(),
-            use_cache_default=bool(getattr(text_config(self.model), "use_cache", True)),
+            training=self._watch.may_drop(),
+            use_cache_default=bool(getattr(self._config, "use_cache", True)),
             shortened=self._count_layers() != self._num_hidden_layers,
             # Cached KV has no graph: gradients through it would silently lack the prefix's part.
             differentiable=any(parameter.requires_grad for parameter in self.model.parameters()),
@@ -387,7 +424,9 @@ class HFPlug:
             pads, reason = left_padding(call, (ids.shape[0], ids.shape[1]))
         if reason is None:
             origin = self._origin(self._namespace, ids.shape[1] - int(pads.min()))
-            if self._rope.regime(origin.prompt_tokens) is None:
+            if self._watch.rows_differ:
+                reason = "extra_inputs"
+            elif self._rope.regime(origin.prompt_tokens) is None:
                 reason = "rope_limit"
         if reason is not None:
             self._pass_through(reason, call, past)
@@ -465,7 +504,6 @@ class HFPlug:
         user = canonical_namespace(namespace)
         regime = self._rope.regime(num_tokens) or "none"
         key = canonical_namespace(("radixkv.hf", str(epoch), adapters, str(patches), cast, regime, user))
-        self._cache.register_key(user, key)
         return Origin(key, user, state, num_tokens)
 
     # -- explicit sessions ----------------------------------------------------------------------------------
@@ -487,7 +525,7 @@ class HFPlug:
         if ids.numel() == 0:
             raise InvalidRequestError("the prompt is empty: give at least one token")
         highest = int(as_tokens(ids.reshape(-1)).max())
-        vocab = int(text_config(self.model).vocab_size)
+        vocab = int(self._config.vocab_size)
         if highest >= vocab:
             raise InvalidRequestError(f"token id {highest} is outside the vocabulary of {vocab}")
         ids = ids.to(device=self._cache.layout.device, dtype=torch.int64)
@@ -504,9 +542,16 @@ class HFPlug:
 
     def _open(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> tuple[SessionCache, Session]:
         origin = self._origin(namespace, ids.shape[1] - int(pads.min()))
-        usable = self._rope.regime(origin.prompt_tokens) is not None
-        if not usable:
-            self._count("rope_limit")
+        reason = None
+        if self._watch.may_drop():
+            reason = "training"
+        elif self._watch.rows_differ:
+            reason = "extra_inputs"
+        elif self._rope.regime(origin.prompt_tokens) is None:
+            reason = "rope_limit"
+        usable = reason is None
+        if reason is not None:
+            self._count(reason)
         columns = ids.shape[1]
         mask = None
         if pads.any():
@@ -529,11 +574,14 @@ class HFPlug:
 
     def _go_on(self, session: Session, call: dict[str, Any]) -> dict[str, Any]:
         name = self._call.cache_name
-        if session.explicit and session.columns < session.prompt.shape[1]:
-            outer = self._here.outer or OuterCall()
-            call = guard_prompt(session, call, outer, name, self._call.accepts("position_ids"))
+        takes_positions = self._call.accepts("position_ids")
+        in_prompt = session.explicit and session.columns < session.prompt.shape[1]
+        if in_prompt:
+            call = guard_prompt(session, call, self._outer() or OuterCall(), name, takes_positions)
             if call[name] is None:
-                self._count("use_cache_false")
+                if not session.bypassed:
+                    self._count("use_cache_false")
+                session.bypassed = True
                 return call
         elif call.get("use_cache") is False:
             if session.explicit:
@@ -543,8 +591,15 @@ class HFPlug:
         if ids is None or ids.dim() != 2 or self._count_layers() != self._num_hidden_layers:
             session.trusted = False
             return call
+        if self.base.training or brings_data(call, name):
+            session.trusted = False
         if ids.shape[0] != session.num_rows and ids.shape[0] % session.num_rows == 0:
             session.expand(ids.shape[0] // session.num_rows)
+        if session.explicit and not in_prompt:
+            call = place(session, dict(call), takes_positions)
         session.expect_plain(call.get("attention_mask"), call.get("position_ids"), ids.shape[1])
         session.feed(ids)
+        if in_prompt:
+            columns = session.columns + ids.shape[1]
+            self._here.underway = _Underway(session, columns, ids.numel(), time.perf_counter(), [])
         return call

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.hf.layers import SessionLayer
+from radixkv.hf.watch import State
 
 __all__ = ["Origin", "Session"]
 
@@ -32,7 +33,7 @@ class Origin:
 
     key: bytes
     namespace: bytes
-    state: tuple[int, bytes, int]
+    state: State
     prompt_tokens: int
 
 
@@ -83,6 +84,8 @@ class Session:
         self.pads = pads
         self.explicit = explicit
         self.trusted = True
+        self.wrong_dtype = False
+        self.bypassed = False
         self.thread = threading.get_ident()
         self.prompt = ids
         self._filler = filler
@@ -175,15 +178,13 @@ class Session:
 
     def cropped(self, length: int) -> None:
         self._chunks = [self.ids()[:, :length]]
-        self._committed = 0
-        if length == 0:
-            # Also the padding is gone: what follows may be anything.
-            self._changed()
-            if self.pads.any():
-                self.trusted = False
+        self._changed()
+        if length == 0 and self.pads.any():  # the padding is gone, too: what follows may be anything
+            self.trusted = False
 
     def reordered(self, index: Tensor) -> None:
         self._chunks = [chunk.index_select(0, index.to(chunk.device)) for chunk in self._chunks]
+        self.prompt = self.prompt.index_select(0, index.to(self.prompt.device))
         self.pads = self.pads[index.cpu().numpy()]
         self._changed()
 
@@ -211,7 +212,7 @@ class Session:
 
     # -- storing --------------------------------------------------------------------------------------------
 
-    def commit(self, cache: PrefixCache, state: tuple[int, bytes, int], storable: Any) -> None:
+    def commit(self, cache: PrefixCache, state: State, storable: Any) -> None:
         """Store what is new since the last time.
 
         Args:
@@ -235,15 +236,17 @@ class Session:
         }
         if kinds != {(cache.layout.dtype, cache.layout.device)}:
             self.trusted = False
-            cache.recorder.record_bypass("dtype")
+            self.wrong_dtype = True
             return
         ids = self.ids().cpu().numpy().astype(np.int64, copy=False)
         for row, pad in enumerate(self.pads.tolist()):
             tokens = self._without_filler(ids[row, pad:], self.prompt.shape[1] - pad)
             tokens = tokens[: storable(self.origin.prompt_tokens, len(tokens))]
-            if len(tokens) and self._stored.get(row) != len(tokens):
-                cache.commit(np.ascontiguousarray(tokens), self.origin.key, _RowSource(self.layers, row, pad))
-                self._stored[row] = len(tokens)
+            if len(tokens) > self._stored.get(row, 0):
+                source = _RowSource(self.layers, row, pad)
+                self._stored[row] = cache.commit(
+                    np.ascontiguousarray(tokens), self.origin.key, source, self.origin.namespace
+                )
 
     def forget_stored(self, block_size: int) -> None:
         """Let sliding layers drop what lies far before their window, once it is stored.
@@ -254,7 +257,10 @@ class Session:
         for layer in self._kv_layers():
             if layer.window is None or layer.length - layer.base < 4 * layer.window + _CROP_SLACK:
                 continue
-            borders = [pad + (layer.length - pad) // block_size * block_size for pad in self.pads.tolist()]
+            borders = [
+                pad + self._stored.get(row, 0) // block_size * block_size
+                for row, pad in enumerate(self.pads.tolist())
+            ]
             layer.forget(min([*borders, layer.length - 2 * layer.window - _CROP_SLACK]))
 
     def _without_filler(self, tokens: np.ndarray, prompt: int) -> np.ndarray:

@@ -6,20 +6,28 @@ Most changes show in version counters or in the identity of parameters. Fused op
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["ModelWatch"]
+__all__ = ["ModelWatch", "State"]
+
+State = tuple[int, bytes, int]
 
 _SAMPLES = 4  # elements of each tensor that are compared
+_MAX_PATCHES = 16  # sets of hooks whose KV can be found again
+
+# A part exchanged by `set_input_embeddings`, say, comes in training mode, which changes nothing for these.
+_SAME_IN_TRAINING = (torch.nn.Embedding, torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList)
 
 _watches: weakref.WeakSet[ModelWatch] = weakref.WeakSet()
-_hook_lock = threading.Lock()
+_hook_lock = threading.RLock()
 _hook: Any = None
 
 
@@ -40,6 +48,9 @@ class ModelWatch:
         ignore: Modules whose own hooks do not count (where observers sit, and our own hooks).
         derived_buffers: Whether buffers outside of the state dict count, such as rotary frequencies. Not where
             the model itself rewrites them as prompts grow.
+
+    Attributes:
+        rows_differ: Whether at the last `state()` the rows of a batch ran under different adapters.
     """
 
     def __init__(
@@ -52,14 +63,17 @@ class ModelWatch:
         self._epoch = 0
         # Reentrant: a garbage collection inside may end a session, which asks for the state.
         self._lock = threading.RLock()
-        self._patches: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+        self._patches: OrderedDict[tuple[int, ...], tuple[int, list[Any]]] = OrderedDict()
+        self._num_patches = 0
+        self._windows: list[list[torch.Tensor]] | None = None
+        self.rows_differ = False
         self._read()
         with _hook_lock:
             if _hook is None:
                 _hook = register_optimizer_step_post_hook(_after_optimizer_step)
             _watches.add(self)
 
-    def state(self) -> tuple[int, bytes, int]:
+    def state(self) -> State:
         """`(weights epoch, adapters, patches)` as of now."""
         with self._lock:
             if (
@@ -71,9 +85,14 @@ class ModelWatch:
                 self._read()
             return self._epoch, self._adapters(), self._patch_number()
 
-    def any_training(self) -> bool:
-        """Whether any module inside the model is in training mode (dropout may be on in a part of it)."""
-        return any(module.training for module in self._modules)
+    def rest(self) -> None:
+        """Let go of views into the weights, so that a model that is moved meanwhile frees its old memory."""
+        with self._lock:
+            self._windows = None
+
+    def may_drop(self) -> bool:
+        """Whether something inside the model is in training mode that may behave otherwise then (dropout)."""
+        return any(module.training and type(module) not in _SAME_IN_TRAINING for module in self._modules)
 
     def bump(self) -> None:
         """Treat the weights as changed."""
@@ -105,15 +124,23 @@ class ModelWatch:
         ]
         self._seen_structure = self._structure()
         self._seen_versions = self._versions()
-        self._windows = self._sample_windows()
+        self._windows = None
         self._seen_content = self._content()
 
-    def _structure(self) -> list[int]:
-        ids: list[int] = []
+    def _structure(self) -> list[Any]:
+        seen: list[Any] = []
         for module in self._modules:
-            ids.extend(map(id, module._modules.values()))
-            ids.extend(map(id, module._parameters.values()))
-        return ids
+            seen.extend(map(id, module._modules.values()))
+            seen.extend(map(id, module._parameters.values()))
+            if self._derived_buffers:
+                seen.extend(map(id, module._buffers.values()))
+            if "layer_idx" in module.__dict__:  # attention: its scale, window, caps, ... are plain attributes
+                seen.extend(
+                    value
+                    for name, value in module.__dict__.items()
+                    if type(value) in (int, float) and name != "training"
+                )
+        return seen
 
     def _versions(self) -> list[int]:
         return [t._version for t in self._versioned] + [_address(t) for t in self._tensors]
@@ -135,6 +162,8 @@ class ModelWatch:
         return list(groups.values())
 
     def _content(self) -> list[torch.Tensor]:
+        if self._windows is None:
+            self._windows = self._sample_windows()
         with torch.no_grad():
             return [torch.cat(group) for group in self._windows]
 
@@ -171,11 +200,21 @@ class ModelWatch:
                 patches.extend(module._forward_pre_hooks.values())
             if "forward" in module.__dict__:
                 patches.append(module.__dict__["forward"])
+        # PEFT tells its layers the adapter of each row by hooks that live for one call.
+        self.rows_differ = any(
+            isinstance(patch, functools.partial) and "adapter_names" in patch.keywords for patch in patches
+        )
         if not patches:
             return 0
         ids = tuple(map(id, patches))
-        # The patches are kept, so that their ids stay theirs.
-        return self._patches.setdefault(ids, (len(self._patches) + 1, patches))[0]
+        if ids not in self._patches:
+            self._num_patches += 1
+            # The patches are kept, so that their ids stay theirs as long as the number is remembered.
+            self._patches[ids] = (self._num_patches, patches)
+            if len(self._patches) > _MAX_PATCHES:
+                self._patches.popitem(last=False)
+        self._patches.move_to_end(ids)
+        return self._patches[ids][0]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -11,23 +11,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.core.block_states import (
+    CACHED,
+    FREE,
+    IDLE,
+    REFERENCE,
+    BlockIds,
+    BlockStates,
+    Index,
+    disjoint,
+    get,
+    joined,
+    put,
+)
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
 
-BlockIds = npt.NDArray[np.int32]
 BlockIdsLike = int | Iterable[int] | npt.NDArray[Any]
 
-# What selects blocks in a per-block array: a slice for many consecutive ids, which numpy serves several times
-# faster than an array of ids.
-Index = slice | npt.NDArray[np.intp]
-LONG = 32  # ids; with fewer, looking whether they are consecutive costs more than it saves
-
 States = int | npt.NDArray[np.int32]
-
-# The state of a block is one number, so that one numpy call reads or changes it for many: 2 for each reference,
-# the tree's included, and 1 if it is cached.
-REFERENCE = 2
-CACHED = 1
-IDLE = REFERENCE + CACHED  # cached, and held by nobody but the tree
 
 
 def checks_requested() -> bool:
@@ -66,14 +67,16 @@ class BlockPool:
             raise InvalidRequestError(f"num_blocks must be in [1, 2**30), got {num_blocks}")
         self._num_blocks = n = int(num_blocks)
         self.lock = threading.RLock()
-        self._state = np.zeros(n, np.int32)
+        self._states = BlockStates(n)
+        self._state = self._states.array
+        self.index = self._states.index
+        self.remember = self._states.remember
         # A stack that grows upwards and is popped from its end, highest id first: a run of ids goes in and
         # comes out as one slice, reversed.
         self._stack = np.arange(n - 1, -1, -1, dtype=np.int32)
         self._num_free = n
         self._released_since_sort = 0
         self._mark = np.zeros(n, np.int32)  # scratch, to find repeated ids
-        self._ramp = np.arange(n, dtype=np.int32)
         self._checks = checks_requested()
         # What the tree tells.
         self._tree: weakref.ref[Any] | None = None
@@ -158,16 +161,20 @@ class BlockPool:
                 return np.empty(0, np.int32)
             ids = self._stack[top - n : top][::-1].copy()
             index = self.index(ids)
-            if n > 1 and not isinstance(index, slice):
-                if self._released_since_sort >= top:
+            if n > 1 and not (isinstance(index, list) and len(index) == 1):
+                if top > n and self._released_since_sort >= top:
                     # Sorting costs O(top log top), and at least as many blocks came back since the last time.
                     self._stack[:top] = np.sort(self._stack[:top])[::-1]
                     self._released_since_sort = 0
                     ids = self._stack[top - n : top][::-1].copy()
+                    index = self.index(ids)
+                elif isinstance(index, list):
+                    index = sorted(index)
+                    ids = get(self._states.ramp, index)
                 else:
                     ids.sort()
-                index = self.index(ids)
-            self._state[index] = REFERENCE
+                    index = self.index(ids)
+            self._states.set_all(index, REFERENCE)
             self._num_free = top - n
             if self._checks:
                 self.check()
@@ -208,29 +215,19 @@ class BlockPool:
         if not len(blocks):
             return
         with self.lock:
-            index, state = self._look_up(blocks)
-            times: Any = None
-            if not self._is_distinct(blocks, index):
-                blocks, times = np.unique(blocks, return_counts=True)
-                index, state = self._look_up(blocks)
-            if times is None and np.count_nonzero(state == IDLE + REFERENCE) == len(blocks):
-                # The usual end of a request: all is cached, and nobody else holds it.
-                self._state[index] = IDLE
-                self._rest(blocks)
+            index = self.index(blocks)
+            if isinstance(index, list) and disjoint(index):
+                # The usual ends of a request: all is cached, and nobody else holds it; or nothing is cached.
+                if self._states.all_are(index, IDLE + REFERENCE):
+                    self._states.set_all(index, IDLE)
+                    self._rest(blocks)
+                elif self._states.all_are(index, REFERENCE):
+                    self._states.set_all(index, FREE)
+                    self._push(blocks)
+                else:
+                    self._release(blocks)
             else:
-                left = state - (REFERENCE if times is None else REFERENCE * times)
-                lowest = np.minimum.reduce(left)
-                # Nobody may take the tree's reference (which leaves 1) or one that is not there (below 0).
-                if lowest < 0 or (lowest < REFERENCE and np.count_nonzero(left == CACHED)):
-                    self._refuse_release(blocks, left)
-                self._state[index] = left
-                if lowest == 0:
-                    gone = left == 0
-                    self._push(blocks if gone.all() else blocks[gone])
-                if self._num_cached and lowest <= IDLE:
-                    idle = left == IDLE
-                    if np.count_nonzero(idle):
-                        self._rest(blocks[idle])
+                self._release(blocks)
             if self._checks:
                 self.check()
 
@@ -293,28 +290,15 @@ class BlockPool:
         self._tree = weakref.ref(tree)
         self._block_size = block_size
 
-    def index(self, ids: BlockIds) -> Index:
-        """What selects these blocks in a per-block array.
-
-        A negative id is never taken to count from the end: like others out of range, it makes an array that
-        numpy refuses with an IndexError.
-        """
-        n = len(ids)
-        if n > LONG:
-            first = ids.item(0)
-            if (
-                0 <= first == ids.item(-1) - n + 1 <= self._num_blocks - n
-                and ids.tobytes() == self._ramp[first : first + n].tobytes()
-            ):
-                return slice(first, first + n)
-        return ids.view(np.uint32).astype(np.intp)
-
     def look_up_private(self, ids: BlockIds) -> tuple[Index, States]:
         """Index and state of blocks that the tree is to take over; one number if all have the same state.
 
         Raises:
             InvalidRequestError: One is named twice, free or cached.
         """
+        index = self.index(ids)
+        if isinstance(index, list) and disjoint(index) and self._states.all_are(index, REFERENCE):
+            return index, REFERENCE
         index, state = self._look_up(ids)
         if not self._is_distinct(ids, index):
             raise _named_twice(ids)
@@ -343,7 +327,17 @@ class BlockPool:
 
     def hold(self, index: Index) -> None:
         """Add one reference to each of these held blocks."""
-        self._hold(index, self._state[index], 1)
+        self._hold(index, get(self._state, index), 1)
+
+    def hold_path(self, ids: BlockIds, index: Index) -> None:
+        """Like `hold`, for leading blocks of a path, of which only the last may be a tail."""
+        if self._states.all_are(index, IDLE):
+            self._states.set_all(index, IDLE + REFERENCE)
+            self._num_idle -= len(ids)
+            if self._idle_gaps:
+                self._idle_gaps -= self._gaps.item(ids.item(-1))
+        else:
+            self._hold(index, get(self._state, index), 1)
 
     def is_idle(self, block: int) -> bool:
         """Whether nobody but the tree holds a cached block."""
@@ -351,16 +345,18 @@ class BlockPool:
 
     def idle_suffix(self, ids: BlockIds, index: Index) -> int:
         """How many of these cached blocks, counted from the last one, nobody but the tree holds."""
-        idle = self._state[index] == IDLE
-        if np.count_nonzero(idle) == len(ids):
+        if self._states.all_are(index, IDLE):
             return len(ids)
-        return int(idle[::-1].argmin())
+        idle = get(self._state, index) == IDLE
+        return len(ids) if idle.all() else int(idle[::-1].argmin())
 
-    def cache(self, ids: BlockIds, index: Index, state: States, rows_of_last: int) -> None:
-        """Take the tree's reference on blocks in that state; all but the last are full."""
-        self._state[index] = state + (REFERENCE + CACHED)
+    def cache(self, ids: BlockIds, index: Index, state: States, gap: int) -> None:
+        """Take the tree's reference on blocks in that state; `gap` rows of the last are not filled."""
+        if isinstance(state, int):
+            self._states.set_all(index, state + IDLE)
+        else:
+            put(self._state, index, state + IDLE)
         self._num_cached += len(ids)
-        gap = self._block_size - rows_of_last
         if gap:
             self._set_gap(ids.item(-1), gap)
 
@@ -380,19 +376,32 @@ class BlockPool:
 
     def drop_idle(self, ids: BlockIds, index: Index) -> None:
         """Free cached blocks that nobody but the tree holds."""
-        if self._num_tails:
-            gaps = self._gaps[index]
-            num_tails = int(np.count_nonzero(gaps))
-            if num_tails:
-                gap = int(np.add.reduce(gaps))
-                self._num_tails -= num_tails
-                self._cached_gaps -= gap
-                self._idle_gaps -= gap
-                self._gaps[index] = 0
-        self._state[index] = 0
-        self._num_cached -= len(ids)
-        self._num_idle -= len(ids)
+        self._forget_idle(ids)
+        self._states.set_all(index, FREE)
         self._push(ids)
+
+    def take_idle(self, ids: BlockIds, index: Index) -> None:
+        """Like `drop_idle` and then `allocate`: the tree's reference on these becomes the caller's."""
+        self._forget_idle(ids)
+        self._states.set_all(index, REFERENCE)
+
+    def complete(self, taken: list[tuple[BlockIds, Index]]) -> BlockIds:
+        """What `allocate` would return: all that is free, and these blocks of `take_idle`."""
+        if self._num_free:
+            ids = self.allocate(self._num_free)
+            taken.append((ids, self.index(ids)))
+        runs = joined([index if isinstance(index, list) else None for _, index in taken])
+        if runs is None:
+            ids = np.concatenate([ids for ids, _ in taken])
+            ids.sort()
+            return ids
+        if len(runs) == 1:
+            start, stop = runs[0]
+            return self._states.ramp[start:stop].copy()
+        runs = sorted(runs)
+        ids = get(self._states.ramp, runs)
+        self._states.remember(ids, runs)
+        return ids
 
     def watch(self, block: int) -> None:
         """Let `take_woken` name this block, held by others now, once only the tree holds it."""
@@ -413,14 +422,14 @@ class BlockPool:
     # -- inner -----------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: BlockIds) -> tuple[Index, npt.NDArray[np.int32]]:
-        """Index and state of these blocks; for a slice, the state is a view.
+        """Index and state of these blocks; the state may be a view.
 
         Raises:
             InvalidRequestError: An id is out of range.
         """
         index = self.index(ids)
         try:
-            return index, self._state[index]
+            return index, get(self._state, index)
         except IndexError:
             wrong = (ids < 0) | (ids >= self._num_blocks)
             raise InvalidRequestError(
@@ -428,12 +437,14 @@ class BlockPool:
             ) from None
 
     def _is_distinct(self, ids: BlockIds, index: Index) -> bool:
-        if isinstance(index, slice) or is_ascending(ids):
+        if isinstance(index, list):
+            return disjoint(index)
+        if is_ascending(ids):
             return True
         n = len(ids)
         if n > self._num_blocks:
             return False
-        ramp = self._ramp[:n]
+        ramp = self._states.ramp[:n]
         self._mark[index] = ramp  # of a repeated id, the last one stays
         return bool(np.count_nonzero(self._mark[index] == ramp) == n)
 
@@ -444,8 +455,29 @@ class BlockPool:
             if num_idle:
                 self._num_idle -= num_idle
                 if self._idle_gaps:
-                    self._idle_gaps -= int(np.add.reduce(self._gaps[index][idle]))
-        self._state[index] = state + REFERENCE * times
+                    self._idle_gaps -= int(np.add.reduce(get(self._gaps, index)[idle]))
+        put(self._state, index, state + REFERENCE * times)
+
+    def _release(self, blocks: BlockIds) -> None:
+        """`release` for all cases."""
+        index, state = self._look_up(blocks)
+        times: Any = 1
+        if not self._is_distinct(blocks, index):
+            blocks, times = np.unique(blocks, return_counts=True)
+            index, state = self._look_up(blocks)
+        left = state - REFERENCE * times
+        lowest = np.minimum.reduce(left)
+        # Nobody may take the tree's reference (which leaves 1) or one that is not there (below 0).
+        if lowest < 0 or (lowest < REFERENCE and np.count_nonzero(left == CACHED)):
+            self._refuse_release(blocks, left)
+        put(self._state, index, left)
+        if lowest == FREE:
+            gone = left == FREE
+            self._push(blocks if gone.all() else blocks[gone])
+        if self._num_cached and lowest <= IDLE:
+            idle = left == IDLE
+            if np.count_nonzero(idle):
+                self._rest(blocks[idle])
 
     def _rest(self, blocks: BlockIds) -> None:
         """Book that these cached blocks became idle."""
@@ -457,6 +489,20 @@ class BlockPool:
             self._watched[woken] = False
             self._num_watched -= len(woken)
             self._woken += woken.tolist()
+
+    def _forget_idle(self, ids: BlockIds) -> None:
+        """Book that these idle blocks are not cached any more."""
+        if self._num_tails:
+            gaps = self._gaps[ids]
+            num_tails = int(np.count_nonzero(gaps))
+            if num_tails:
+                gap = int(np.add.reduce(gaps))
+                self._num_tails -= num_tails
+                self._cached_gaps -= gap
+                self._idle_gaps -= gap
+                self._gaps[ids] = 0
+        self._num_cached -= len(ids)
+        self._num_idle -= len(ids)
 
     def _refuse_release(self, blocks: BlockIds, left: npt.NDArray[np.int32]) -> None:
         block = int(blocks[((left < 0) | (left == CACHED)).argmax()])

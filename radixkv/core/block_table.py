@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.core.block_pool import BlockIds, BlockIdsLike, BlockPool, as_block_ids
+from radixkv.core.block_pool import BlockIdsLike, BlockPool, as_block_ids
+from radixkv.core.block_states import BlockIds
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
 
 if TYPE_CHECKING:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from sortedcontainers import SortedList
 
-from radixkv.core.block_pool import Index
+from radixkv.core.block_states import Index, fill
 from radixkv.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from radixkv.core.node import Node
 
-Entry = tuple[int, int, "Node"]
+Entry = tuple[int, int]  # priority, serial
 
 NEVER = 2**63 - 1
 
@@ -50,10 +50,10 @@ class LRUPolicy:
         self.priority = np.zeros(num_blocks, np.int64)
 
     def on_insert(self, index: Index, now: int) -> None:
-        self.priority[index] = now
+        fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
-        self.priority[index] = now
+        fill(self.priority, index, now)
 
 
 POLICIES = {"lru": LRUPolicy}
@@ -75,37 +75,55 @@ class LeafOrder:
 
     A leaf is filed under the priority its last block had at that time. As it can only have risen since, the
     first entry, once found to be up to date, is the true minimum. `node.entry` is the entry, or None.
+
+    A heap. An entry whose leaf was taken out from the middle stays until it comes up, or until such entries
+    are the majority; it does not keep the leaf alive.
     """
 
     def __init__(self) -> None:
-        self._entries: SortedList[Entry] = SortedList()
+        self._heap: list[Entry] = []
+        self._leaves: dict[int, Node] = {}  # by serial
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._leaves)
 
     def add(self, node: Node, priority: int) -> None:
-        """File a leaf. `node.serial` breaks ties, so that nodes are never compared."""
-        node.entry = (priority, node.serial, node)
-        self._entries.add(node.entry)
+        """File a leaf, which is not filed yet."""
+        serial = node.serial
+        node.entry = entry = (priority, serial)
+        self._leaves[serial] = node
+        heapq.heappush(self._heap, entry)
 
     def remove(self, node: Node) -> None:
         """Take a leaf out, wherever it is."""
-        self._entries.remove(node.entry)
         node.entry = None
+        del self._leaves[node.serial]
+        if len(self._heap) > 2 * len(self._leaves) + 16:
+            self._heap = [leaf.entry for leaf in self._leaves.values() if leaf.entry is not None]
+            heapq.heapify(self._heap)
 
-    def first(self) -> Node:
-        """The leaf filed under the lowest priority."""
-        node: Node = self._entries[0][2]
-        return node
+    def first(self) -> Node | None:
+        """The leaf filed under the lowest priority, or None if there is no leaf."""
+        while self._heap:
+            entry = self._heap[0]
+            node = self._leaves.get(entry[1])
+            if node is not None and node.entry is entry:
+                return node
+            heapq.heappop(self._heap)
+        return None
 
     def second_priority(self) -> int:
-        """The priority that the second leaf is filed under, or `NEVER` if there is none."""
-        return int(self._entries[1][0]) if len(self._entries) > 1 else NEVER
+        """A priority that no leaf but the first is filed below, `NEVER` if there is no other."""
+        heap = self._heap
+        if len(heap) > 2:
+            return min(heap[1], heap[2])[0]
+        return heap[1][0] if len(heap) > 1 else NEVER
 
     def pop_first(self) -> None:
-        """Take the first leaf out."""
-        self._entries.pop(0)[2].entry = None
+        """Take the leaf out that `first` named."""
+        node = self._leaves.pop(heapq.heappop(self._heap)[1])
+        node.entry = None
 
     def nodes(self) -> list[Node]:
         """All leaves, in order."""
-        return [entry[2] for entry in self._entries]
+        return sorted(self._leaves.values(), key=lambda node: node.entry or (NEVER, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from radixkv.core.block_pool import BlockIds
+from radixkv.core.block_states import BlockIds
 from radixkv.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from radixkv.core import hashing
+from radixkv.core.block_states import ID_BYTES, Run
 from radixkv.core.tokens import TOKEN_BYTES
-
-ID_BYTES = 4
 
 
 class Node:
@@ -24,6 +23,7 @@ class Node:
     __slots__ = (
         "blocks",
         "children",
+        "cut",
         "edge",
         "entry",
         "hash",
@@ -32,14 +32,24 @@ class Node:
         "num_children",
         "parent",
         "parked",
+        "runs",
         "serial",
         "tails",
     )
 
-    def __init__(self, parent: Node | None, edge: bytearray, blocks: bytearray, serial: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        edge: bytearray,
+        blocks: bytearray,
+        serial: int,
+        runs: list[Run] | None = None,
+    ) -> None:
         self.parent = parent
         self.edge = edge  # int64 tokens; only a leaf's may end inside a block
         self.blocks = blocks  # int32 ids
+        self.cut = 0  # bytes of the edge that the last request matched which left it midway; a hint
+        self.runs = runs  # of those ids, or None if nobody has looked or they are scattered
         self.serial = serial
         self.hash = 0  # of the first block, where this is in `parent.children`
         self.next: Node | None = None  # sibling with the same hash
@@ -47,7 +57,7 @@ class Node:
         self.tails: dict[int, Node] | None = None  # children that are nothing but a tail, by serial
         self.num_children = 0
         self.index: SortedDict[bytes, Node] | None = None  # children by first block, once somebody needed it
-        self.entry: tuple[int, int, Node] | None = None  # in the leaf order
+        self.entry: tuple[int, int] | None = None  # in the leaf order
         self.parked = False  # a leaf whose last block others hold, waiting for `pool.take_woken`
 
 
@@ -87,8 +97,14 @@ def below(root: Node) -> Iterator[Node]:
         todo += children(node)
 
 
-def common_bytes(edge: bytearray, data: memoryview) -> int:
-    """Length of the common prefix, in bytes, whole tokens only."""
+def common_bytes(edge: bytearray, data: memoryview, guess: int = 0) -> int:
+    """Length of the common prefix, in bytes, whole tokens only; faster if `guess` is right."""
+    if (
+        guess
+        and edge.startswith(data[:guess])
+        and edge[guess : guess + TOKEN_BYTES] != data[guess : guess + TOKEN_BYTES]
+    ):
+        return min(guess, len(edge), len(data))
     size = min(len(edge), len(data))
     if edge.startswith(data[:size]):
         return size

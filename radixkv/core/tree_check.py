@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixkv.core.block_pool import CACHED
+from radixkv.core.block_states import CACHED, ID_BYTES
 from radixkv.core.errors import CacheCorruptionError
-from radixkv.core.node import ID_BYTES, Node, Root, below, children, sort_key
+from radixkv.core.node import Node, Root, below, children, sort_key
 from radixkv.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ def check_nodes(tree: RadixTree) -> None:
         for node in below(root):
             num_nodes += 1
             ids = np.frombuffer(bytes(node.blocks), np.int32)
+            if node.runs is not None and [i for run in node.runs for i in range(*run)] != ids.tolist():
+                raise CacheCorruptionError(f"node {node.serial} has blocks {ids.tolist()}, runs {node.runs}")
             num_tokens, rest = divmod(len(node.edge), TOKEN_BYTES)
             where = f"node {node.serial} with blocks {ids.tolist()[:8]}"
             if rest or not len(ids) or len(ids) != -(-num_tokens // tree._block_size):
@@ -66,7 +68,7 @@ def check_nodes(tree: RadixTree) -> None:
             num_parked += node.parked
             if (node.entry is None) != node.parked:
                 raise CacheCorruptionError(f"tree invariant 5: leaf {where} is not filed once")
-            if node.entry is not None and (node.entry[2] is not node or node.entry[0] > priority[last]):
+            if node.entry is not None and (node.entry[1] != node.serial or node.entry[0] > priority[last]):
                 raise CacheCorruptionError(f"tree invariant 5: leaf {where} is filed under {node.entry[0]}")
             if node.parked and (
                 tree._parked.get(last) is not node or not (pool._watched[last] or last in woken)

@@ -9,7 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from radixkv.core import (
     BlockPool,
@@ -17,6 +24,7 @@ from radixkv.core import (
     InvalidRequestError,
     OutOfBlocksError,
     RadixTree,
+    block_states,
 )
 
 
@@ -782,3 +790,41 @@ def test_a_dropped_tree_is_collected():
     del tree
     gc.collect()
     assert pool._tree() is None
+
+
+def test_runs_that_were_remembered_are_those_of_the_whole_table():
+    """A table of which one block is neither matched nor new: the tail that grows in its place."""
+    pool, tree = make(64, 4)
+    tokens = list(range(100, 111))
+    blocks = np.append(pool.allocate(4)[:2], pool.allocate(1))
+    tree.insert(tokens, blocks)
+    tree.match(tokens[:8]).release()  # what the insert below has, without the tail
+    more = np.append(blocks, pool.allocate(2))
+    tree.insert([*tokens, *range(200, 209)], more)
+    tree.check()
+    pool.release(more)
+    assert tree.num_evictable_blocks == tree.num_cached_blocks == 5
+    tree.check()
+
+
+def test_a_caller_who_writes_into_a_match_harms_nobody():
+    pool, tree = make(64, 4)
+    store(tree, list(range(100, 140)))
+    match = tree.match(list(range(100, 120)))
+    blocks = match.blocks.copy()
+    match.blocks[:] = match.blocks[::-1].copy()
+    tree.insert(list(range(100, 120)), blocks)
+    pool.release(blocks)
+    tree.check()
+
+
+class TestRunsOfFewBlocks:
+    """The machine again, where even few blocks are looked at as runs, and short ones count as long."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr(block_states, "FEW", 0)
+        monkeypatch.setattr(block_states, "ROW", 2)
+
+    def test_any_order_of_calls(self):
+        run_state_machine_as_test(TreeMachine)

@@ -1,0 +1,179 @@
+"""How a computed prefix gets into the tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixkv.core.block_states import ID_BYTES, REFERENCE, BlockIds, Index
+from radixkv.core.errors import InvalidRequestError
+from radixkv.core.match import InsertResult
+from radixkv.core.node import Node, Root, last_block, sort_key
+from radixkv.core.tokens import TOKEN_BYTES, TokenArray, require_non_negative, token_bytes
+
+if TYPE_CHECKING:
+    from radixkv.core.radix_tree import RadixTree
+
+# Where a sequence leaves what the tree knows; see `_place`.
+_Place = tuple[
+    Node,  # the last node passed whole, or the root
+    Node | None,  # its child that must be split, unless nothing is left to insert; or None
+    int,  # bytes that match of the edge of that child
+    Node | None,  # the leaf that is to be continued in place, or None
+    int,  # block at its end that is only partly filled and will be filled further or replaced, or -1
+    bytearray,  # ids of the blocks of the tree that hold leading blocks of the sequence
+    int,  # bytes of the sequence that those hold, and that partly filled block if there is one
+]
+
+
+def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: bytes) -> InsertResult:
+    """`RadixTree.insert`, under the lock, with what it has made of its arguments."""
+    pool, priority, block_bytes = tree._pool, tree._policy.priority, tree._block_bytes
+    data = token_bytes(array)
+    root = tree._roots.get(namespace) or Root(namespace, tree._next_serial())
+    node, child, matched, grows, old_tail, have, known = _place(tree, root, data)
+    num_have = len(have) // ID_BYTES
+
+    # Blocks of the caller that the tree has already.
+    result = given
+    replaced = given[:0]
+    last = -1
+    if num_have:
+        if have == given.data.cast("B")[: len(have)]:
+            last = given.item(num_have - 1)
+            if pool.is_idle(last):  # references never rise along a path
+                raise InvalidRequestError(f"block {last} is not held by the caller")
+        else:
+            pool.require_held(given)
+            kept = np.frombuffer(have, np.int32)
+            last = kept.item(-1)
+            differ = np.flatnonzero(kept != given[:num_have])
+            replaced, replacing = given[differ], kept[differ]
+            result = np.concatenate((kept, given[num_have:]))
+
+    # Blocks that are new to the tree. `same` is the tail it has already, which grows within its block.
+    fresh = given[num_have:]
+    num_fresh = len(fresh)
+    same = int(old_tail >= 0 and num_fresh > 0 and fresh.item(0) == old_tail)
+    unknown = fresh[same:] if same else fresh
+    index: Index = []
+    if num_fresh:
+        require_non_negative(array[known // TOKEN_BYTES :])
+        if same < num_fresh:
+            index, state = pool.look_up_private(unknown)
+            if len(replaced) and not isinstance(state, int) and np.maximum.reduce(state) > REFERENCE:
+                unknown = unknown[: int((state > REFERENCE).argmax())]
+                index, state = pool.index(unknown), state[: len(unknown)]
+                num_fresh = same + len(unknown)
+                fresh = fresh[:num_fresh]
+    num_new = num_fresh - same
+    stop = min(len(data), (num_have + num_fresh) * block_bytes)
+
+    # Nothing can fail from here on.
+    if not num_have or priority.item(last) < tree._now:
+        tree._now += 1  # else this is the request that matched last: one use, one time
+    now = tree._now
+    if len(replaced):
+        pool.hold(pool.index(replacing))
+        pool.release(replaced)
+    if num_fresh:
+        if num_new:
+            pool.cache(unknown, index, state, -(stop // TOKEN_BYTES) % tree._block_size)
+            tree._policy.on_insert(index, now)
+        if same:
+            rows = stop // TOKEN_BYTES - num_have * tree._block_size
+            pool.grow(old_tail, min(rows, tree._block_size))
+            tree._policy.on_use([(old_tail, old_tail + 1)], now)
+        if grows is not None:
+            _grow(tree, root, grows, data[known:stop], fresh, -1 if same else old_tail)
+        else:
+            if child is not None:
+                node = tree._split(root, child, matched // block_bytes)
+            elif node is root:
+                tree._roots[namespace] = root
+            runs = index if isinstance(index, list) and not same else None
+            edge, blocks = bytearray(data[known:stop]), bytearray(fresh.data)
+            tree._add_child(root, node, edge, blocks, runs, now)
+    if num_have:
+        # A request that matched and computes the rest: its table is often released next.
+        continues = have == tree._matched[0]
+        if priority.item(last) < now or continues:
+            above = tree._matched[1] if continues else pool.index(np.frombuffer(have, np.int32))
+            if priority.item(last) < now:
+                tree._policy.on_use(above, now)
+            is_all = num_have + num_new == len(given) and result is given
+            if continues and is_all and isinstance(above, list) and isinstance(index, list):
+                pool.remember(given, above + index)
+    return InsertResult(result, num_new, len(replaced), (stop - known) // TOKEN_BYTES if num_fresh else 0)
+
+
+def _place(tree: RadixTree, root: Root, data: memoryview) -> _Place:
+    """Where a sequence leaves what the tree knows. Changes nothing."""
+    block_bytes, stop = tree._block_bytes, len(data)
+    path, node, start, child, matched = tree._walk(root, data, stop)
+    pieces = [n.blocks for n in path]
+    known = start + matched
+    grows: Node | None = None
+    if child is not None:
+        # If the sequence ends here, its tail is a prefix of a cached block and covered too.
+        num = matched // block_bytes
+        if known == stop:
+            num = -(-matched // block_bytes)
+        else:
+            known = start + num * block_bytes
+        pieces.append(child.blocks[: num * ID_BYTES])
+    elif known < stop:
+        if not node.num_children and node is not root:
+            grows = node
+        elif node.tails or (node.num_children and stop - start < block_bytes):
+            near, common = tree._closest(node, data[start:])
+            if near is not None and common == stop - start:  # a tail that is a prefix
+                pieces.append(near.blocks[:ID_BYTES])
+                known = stop
+            elif near is not None and common == len(near.edge):  # a shorter tail
+                grows = near
+                known += common
+    old_tail = -1
+    if grows is not None and known % block_bytes:
+        old_tail = last_block(grows)
+        if grows is node:
+            pieces[-1] = pieces[-1][:-ID_BYTES]
+    return node, child, matched, grows, old_tail, bytearray().join(pieces), known
+
+
+def _grow(
+    tree: RadixTree, root: Root, leaf: Node, more: memoryview, fresh: BlockIds, replaced_tail: int
+) -> None:
+    """Continue a leaf in place, behind its last token.
+
+    Args:
+        tree: The tree.
+        root: Root of the leaf.
+        leaf: The leaf.
+        more: What follows its tokens, as bytes.
+        fresh: The blocks of `more`; the first of them takes the place of the leaf's tail, if it has one.
+        replaced_tail: That tail, to be let go, or -1 if there is none or it is in `fresh` itself.
+    """
+    tree._unpark(leaf)
+    was_tail_only = len(leaf.edge) < tree._block_bytes
+    parent = leaf.parent
+    assert parent is not None
+    key = sort_key(leaf.edge[: tree._block_bytes]) if was_tail_only and parent.index is not None else b""
+    if len(leaf.edge) % tree._block_bytes:
+        del leaf.blocks[-ID_BYTES:]
+    if replaced_tail >= 0:
+        tree._pool.uncache(replaced_tail)
+    leaf.edge += more
+    leaf.blocks += fresh.tobytes()
+    leaf.runs = None
+    if was_tail_only:
+        if parent.index is not None:
+            del parent.index[key]
+            parent.index[sort_key(leaf.edge[: tree._block_bytes])] = leaf
+        if len(leaf.edge) >= tree._block_bytes:
+            assert parent.tails is not None
+            del parent.tails[leaf.serial]
+            tree._link(root, parent, leaf)
+    if leaf.entry is None:
+        tree._order.add(leaf, tree._now)

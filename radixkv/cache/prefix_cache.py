@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from radixkv.cache.locking import BooksLock
+from radixkv.cache.locking import BooksLock, InterruptsHeld
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -78,6 +77,23 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         if not self._match.released:
             self.release()
+
+
+class _Attached:
+    """`with cache.attached(model)`. A class, so that Ctrl-C finds no gap between `attach` and the block."""
+
+    def __init__(self, cache: PrefixCache, plug: ModelPlug, model: Any, namespace: Namespace) -> None:
+        self._cache = cache
+        self._plug = plug
+        self._call = (model, namespace)
+        self._attachments: list[int] = []
+
+    def __enter__(self) -> PrefixCache:
+        self._attachments.append(self._plug.attach(*self._call))
+        return self._cache
+
+    def __exit__(self, *_: object) -> None:
+        self._plug.detach(self._attachments.pop())
 
 
 class PrefixCache:
@@ -192,15 +208,9 @@ class PrefixCache:
         """
         self._need_plug().detach()
 
-    @contextmanager
-    def attached(self, model: Any, *, namespace: Namespace = None) -> Iterator[PrefixCache]:
+    def attached(self, model: Any, *, namespace: Namespace = None) -> AbstractContextManager[PrefixCache]:
         """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
-        plug = self._need_plug()
-        attachment = plug.attach(model, namespace)
-        try:
-            yield self
-        finally:
-            plug.detach(attachment)
+        return _Attached(self, self._need_plug(), model, namespace)
 
     def session(
         self, input_ids: Any, *, namespace: Namespace = None, attention_mask: Any = None
@@ -394,6 +404,10 @@ class PrefixCache:
         Returns:
             Leading tokens that are cached now.
         """
+        with InterruptsHeld():  # between two steps, nobody would know who holds the blocks
+            return self._commit(tokens, key, source, namespace)
+
+    def _commit(self, tokens: np.ndarray, key: bytes, source: KVSource, namespace: bytes | None) -> int:
         begin = time.perf_counter()
         size = self.block_size
         held = np.empty(0, dtype=np.int32)

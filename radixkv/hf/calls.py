@@ -77,6 +77,7 @@ def bypass_reason(
     training: bool,
     use_cache_default: bool,
     shortened: bool,
+    moved: bool,
     differentiable: bool,
 ) -> str | None:
     """Why the first forward of a cache must be left alone, judged by its arguments; None if it can be served."""
@@ -90,6 +91,7 @@ def bypass_reason(
         ("output_attentions", outer.attentions or bool(call.get("output_attentions"))),
         ("output_hidden_states", outer.hidden or bool(call.get("output_hidden_states"))),
         ("layer_count", shortened),
+        ("dtype", moved),
         ("static_cache", type(past).__name__.startswith("Static")),
         ("own_cache", past is not None and cache_length(past) != 0),
         ("foreign_cache", past is not None and not is_fresh_dynamic(past)),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from radixkv.core.errors import UnsupportedModelError
 
 try:
     from transformers import DynamicCache
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:  # pragma: no cover - needs an environment without transformers
     raise UnsupportedModelError(
         'plugging into a model needs transformers 4.57 or newer: pip install "radixkv[hf]"'
@@ -17,14 +18,16 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
 
 __all__ = [
     "CROP_ZERO_REMOVES_NOTHING",
-    "Cache",
     "CacheLayerMixin",
     "DynamicCache",
     "ForwardCall",
+    "bare_cache",
     "cache_length",
     "fresh_layers",
+    "install_layers",
     "is_fresh_dynamic",
     "layer_window",
+    "text_config",
 ]
 
 # `crop(n)` once took the new length; since `is_croppable` exists it takes minus the tokens to remove.
@@ -120,7 +123,16 @@ def bare_cache(layers: list[Any]) -> Any:
     return cache
 
 
-def install_layers(cache: Any, layers: list[Any]) -> None:
-    """Give an empty `DynamicCache` our layers. The object stays the same, so whoever holds it sees them."""
-    cache.layers = layers
-    cache.layer_class_to_replicate = None
+def install_layers(cache: Any, layers: list[Any]) -> Callable[[], None]:
+    """Give an empty `DynamicCache` our layers. The object stays the same, so whoever holds it sees them.
+
+    Returns:
+        What gives it back its own.
+    """
+    before = (cache.layers, cache.layer_class_to_replicate)
+
+    def restore() -> None:
+        cache.layers, cache.layer_class_to_replicate = before
+
+    cache.layers, cache.layer_class_to_replicate = layers, None
+    return restore

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.cache.locking import InterruptsHeld
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.radix_tree import Match
 from radixkv.hf.compat import ForwardCall, bare_cache, fresh_layers
@@ -99,6 +100,25 @@ class Filler:
             for i, pad in enumerate(pads.tolist())
         ]
         layers = self._new_layers()
+        # An interrupt in here would leave blocks held that nobody knows of.
+        with InterruptsHeld():
+            shared, climbs, skip = self._fill_cached(layers, rows, pads, key, columns, ahead)
+        if skip == 0:
+            return Filled(layers, 0, rows)
+        for step in shared:
+            self._compute_row(layers, rows, step.leader, ids, step.start, step.stop)
+            for follower in step.followers:
+                _copy_row(layers, rows, step.leader, follower, step.copy_from, step.stop)
+        for climb in climbs:
+            self._climb(layers, rows, climb, ids, mask)
+        for layer in _kv(layers):
+            layer.length = skip
+        return Filled(layers, skip, rows)
+
+    def _fill_cached(
+        self, layers: list[Any], rows: list[Row], pads: np.ndarray, key: bytes, columns: int, ahead: int
+    ) -> tuple[list[Shared], list[Climb], int]:
+        """Copy in what is cached. What is left to compute, and the column that all rows then reach."""
         matches: list[Match] = []
         shared: list[Shared] = []
         climbs: list[Climb] = []
@@ -114,23 +134,14 @@ class Filler:
             skip = min(skip, columns - ahead)
             if not shared and not climbs and skip * _MIN_HIT_SHARE < columns and not pads.any():
                 skip = 0
-            if skip <= 0:
-                return Filled(layers, 0, rows)
-            self._allocate(layers, rows, cached, columns)
-            self._gather(layers, rows, matches)
+            if skip > 0:
+                self._allocate(layers, rows, cached, columns)
+                self._gather(layers, rows, matches)
+            return shared, climbs, max(0, skip)
         finally:
-            with self._cache.lock:  # an interrupt between two of them would leave the others held
+            with self._cache.lock:
                 for match in matches:
                     self._cache.release(match)
-        for step in shared:
-            self._compute_row(layers, rows, step.leader, ids, step.start, step.stop)
-            for follower in step.followers:
-                _copy_row(layers, rows, step.leader, follower, step.copy_from, step.stop)
-        for climb in climbs:
-            self._climb(layers, rows, climb, ids, mask)
-        for layer in _kv(layers):
-            layer.length = skip
-        return Filled(layers, skip, rows)
 
     def _new_layers(self) -> list[Any]:
         shapes = self._cache.layout.layers

@@ -13,8 +13,8 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +63,26 @@ class SessionCache(DynamicCache):  # type: ignore[misc]
 
 @dataclass
 class _Underway:
-    """A first forward between its two hooks."""
+    """A forward between its two hooks.
+
+    Attributes:
+        hooks: The handles of the hooks that saw its beginning.
+        start: Columns that the session held before it.
+        stop: Columns it must hold after it.
+        work: Tokens computed; 0 for forwards that are no prefill.
+        began: `time.perf_counter()` before it.
+        requests: The prompts it is the first forward of.
+        restore: Gives a cache object back the layers it had, if the forward fails.
+    """
 
     session: Session
-    columns: int
-    work: int
-    began: float
-    requests: list[RequestStats]
+    hooks: list[Any]
+    start: int
+    stop: int
+    work: int = 0
+    began: float = 0.0
+    requests: Sequence[RequestStats] = ()
+    restore: Callable[[], None] | None = None
 
 
 class _Here(threading.local):
@@ -83,21 +96,48 @@ class _Here(threading.local):
 
 
 class _OneSession:
-    """The context manager of a session. It can be entered once: its cache ends with the block."""
+    """The context manager of a session. It can be entered once: its cache ends with the block.
 
-    def __init__(self, inner: AbstractContextManager[SessionCache]) -> None:
-        self._inner: AbstractContextManager[SessionCache] | None = inner
-        self._entered: AbstractContextManager[SessionCache] | None = None
+    A class and not a generator, so that Ctrl-C finds no gap between set-up and the block.
+    """
+
+    def __init__(self, plug: HFPlug, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> None:
+        self._plug = plug
+        self._prompt = (ids, pads, namespace)
+        self._used = False
+        self._installed = False
+        self._session: Session | None = None
 
     def __enter__(self) -> SessionCache:
-        if self._inner is None:
+        if self._used:
             raise InvalidRequestError("a session can be entered once: open another with cache.session(...)")
-        self._entered, self._inner = self._inner, None
-        return self._entered.__enter__()
+        self._used = True
+        try:
+            with InterruptsHeld():
+                self._plug._install()
+                self._plug._guard.enter()
+                self._installed = True
+            past, self._session = self._plug._open(*self._prompt)
+            return past
+        except BaseException:
+            self._end()
+            raise
 
-    def __exit__(self, *error: Any) -> bool | None:
-        assert self._entered is not None
-        return self._entered.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is None and self._session is not None:
+                self._plug._close(self._session)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with InterruptsHeld():
+            if self._session is not None:
+                self._session.close()
+            if self._installed:
+                self._installed = False
+                self._plug._guard.leave()
+                self._plug._uninstall()
 
 
 class HFPlug:
@@ -145,7 +185,7 @@ class HFPlug:
         self._check_model(model)
         attachment = None
         try:
-            with _attach_lock, self._cache.lock:
+            with InterruptsHeld(), _attach_lock:
                 reference = _attached.get(self.model)
                 other = None if reference is None else reference()
                 if other is not None:
@@ -162,14 +202,14 @@ class HFPlug:
                 _attached[self.model] = weakref.ref(self)
                 self._attachment += 1
                 attachment = self._attachment
-        except BaseException:  # a Ctrl-C that was held back by the lock arrives here, when all is done
+        except BaseException:  # a Ctrl-C that was held back arrives here, when all is done
             if attachment is not None:
                 self.detach(attachment)
             raise
         return attachment
 
     def detach(self, attachment: int | None = None) -> None:
-        with _attach_lock, self._cache.lock:
+        with InterruptsHeld(), _attach_lock:
             if attachment is not None and not (self._attached and self._attachment == attachment):
                 return  # the block this one belongs to was detached by hand
             if not self._attached:
@@ -185,30 +225,8 @@ class HFPlug:
     def session(self, input_ids: Any, namespace: Namespace, attention_mask: Any) -> _OneSession:
         canonical_namespace(namespace)
         ids, pads = self._prompt(input_ids, attention_mask)
-        return _OneSession(self._session(ids, pads, namespace))
-
-    @contextmanager
-    def _session(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> Iterator[SessionCache]:
         self._check_model(self.model)
-        self.flush()
-        session: Session | None = None
-        installed = False
-        try:
-            with self._cache.lock:
-                self._install()
-                self._guard.enter()
-                installed = True
-            past, session = self._open(ids, pads, namespace)
-            yield past
-            with self._busy():
-                self._store(session)
-        finally:
-            if session is not None:
-                session.close()
-            if installed:
-                with self._cache.lock:
-                    self._guard.leave()
-                    self._uninstall()
+        return _OneSession(self, ids, pads, namespace)
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
         with self._busy():
@@ -229,8 +247,9 @@ class HFPlug:
                     break
                 self._store(session)
             me = threading.get_ident()
+            now = None if self._here.underway is None else self._here.underway.session
             with self._lock:
-                mine = [s for s in self._live if s.thread == me and not s.explicit]
+                mine = [s for s in self._live if s.thread == me and not s.explicit and s is not now]
             for session in mine:
                 self._store(session)
 
@@ -308,13 +327,18 @@ class HFPlug:
         with InterruptsHeld(later=True):
             self.flush()
 
+    def _close(self, session: Session) -> None:
+        self._abandon()
+        with self._busy():
+            self._store(session)
+
     def _store(self, session: Session) -> None:
         if not session.has_news:
             return
         if self._watch.may_drop():
             session.trusted = False
             return
-        session.commit(self._cache, self._watch.state(), self._rope.storable)
+        session.commit(self._cache, self._watch.state())
         if session.wrong_dtype:
             session.wrong_dtype = False
             self._count("dtype")
@@ -323,27 +347,43 @@ class HFPlug:
 
     def _enter_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._fill.running:
+            self._abandon()
             self._here.outer = (args, kwargs)
 
+    def _leave_model(self, *_: Any) -> None:
+        if not self._fill.running:
+            self._here.outer = None
+            self._abandon()
+
     def _outer(self) -> OuterCall | None:
-        """What the call on the model wants; None if the base model was called directly."""
-        if self._here.outer is None:
+        """What the call on the model wants, asked once; None if the base model was called directly."""
+        # Taken away at once: torch runs no hooks after a KeyboardInterrupt, and a later call must not find it.
+        outer, self._here.outer = self._here.outer, None
+        if outer is None:
             return None
-        call = self._outer_call.by_name(*self._here.outer)
+        call = self._outer_call.by_name(*outer)
         return OuterCall.read(call, self._outer_call.cache_name, self.model.config)
 
-    def _leave_model(self, *_: Any) -> None:
-        self._here.outer = None
-        self._here.underway = None
+    def _abandon(self) -> None:
+        """If the last forward of this thread never came to its end, undo what was prepared for it."""
+        underway, self._here.underway = self._here.underway, None
+        if underway is not None and underway.hooks is not self._handles:
+            underway.session.trusted = False  # detached meanwhile: its end may just not have been seen
+        elif underway is not None:
+            underway.session.undo(underway.start)
+            if underway.restore is not None:
+                underway.session.trusted = False
+                underway.restore()
 
     # -- the hooks on the base model ------------------------------------------------------------------------
 
     def _before_base(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._fill.running:
+        if self._fill.running or module is not self.base:  # a copy of the model has copies of the hooks
             return None
-        self._here.underway = None
+        self._abandon()
+        self._here.depth = 0  # an interrupt may have left it
         self._here.passed_through = False
         call = self._call.by_name(args, kwargs)
         leader = self._leader_of(call.get(self._call.cache_name))
@@ -351,25 +391,29 @@ class HFPlug:
             leader.refuse()
         session = None if leader is None else leader.book
         if isinstance(session, Session):
-            return (), self._go_on(session, call)
+            if session.owner is self:
+                return (), self._go_on(session, call)
+            if session.owner.model is not self.model:
+                raise InvalidRequestError("this cache object belongs to a session of another model")
+            return None  # another cache serves this call
         if not self._attached:
             return None
         edited = self._begin(call)
         return None if edited is None else ((), edited)
 
     def _after_base(self, module: Any, args: Any, output: Any) -> None:
-        if self._fill.running:
+        if self._fill.running or module is not self.base:
             return
         if self._here.passed_through:
             # The cache that the model made itself comes back with the next token: not a new bypass.
             self._here.passed_through = False
             self._note_passed(cache_in(output))
         underway, self._here.underway = self._here.underway, None
-        if underway is None:
+        if underway is None or not underway.work:
             return
         seconds = time.perf_counter() - underway.began
         session = underway.session
-        if not session.consistent or session.columns != underway.columns:
+        if not session.consistent or session.columns != underway.stop:
             session.trusted = False
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} did not append to the KV cache it was given: it cannot be served"
@@ -409,6 +453,7 @@ class HFPlug:
 
     def _begin_quietly(self, call: dict[str, Any], past: Any, outer: OuterCall) -> dict[str, Any] | None:
         name = self._call.cache_name
+        parameter = next(self.model.parameters())
         reason = bypass_reason(
             call,
             name,
@@ -416,6 +461,7 @@ class HFPlug:
             training=self._watch.may_drop(),
             use_cache_default=bool(getattr(self._config, "use_cache", True)),
             shortened=self._count_layers() != self._num_hidden_layers,
+            moved=(parameter.device, parameter.dtype) != (self._cache.layout.device, self._dtype),
             # Cached KV has no graph: gradients through it would silently lack the prefix's part.
             differentiable=any(parameter.requires_grad for parameter in self.model.parameters()),
         )
@@ -438,18 +484,21 @@ class HFPlug:
         began = time.perf_counter()
         ahead = max(1, int(outer.keep or 0)) if serve else ids.shape[1]
         filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin.key, ahead)
-        session = Session(origin, filled.layers, pads, ids, filler=self._filler_ids(), explicit=False)
-        session.feed(ids)
+        session = self._new_session(origin, filled.layers, pads, ids, explicit=False)
+        session.feed(ids, self._rope)
+        restore = None
         if past is None:
             past = bare_cache(filled.layers)
         else:
-            install_layers(past, filled.layers)
+            restore = install_layers(past, filled.layers)
         self._adopt(past, session)
         edited = trimmed(call, filled.skip)
         edited[name] = past
         work = ids.shape[0] * (ids.shape[1] - filled.skip) + filled.computed_ahead
         requests = filled.requests() if serve else []
-        self._here.underway = _Underway(session, ids.shape[1], work, began, requests)
+        self._here.underway = _Underway(
+            session, self._handles, filled.skip, ids.shape[1], work, began, requests, restore
+        )
         return edited
 
     def _pass_through(self, reason: str, call: dict[str, Any], past: Any) -> None:
@@ -496,15 +545,25 @@ class HFPlug:
             pad = min(ends, default=None)
         return None if pad is None else (int(pad), ends)
 
-    def _origin(self, namespace: Namespace, num_tokens: int) -> Origin:
-        state = self._watch.state()
-        epoch, adapters, patches = state
+    def _new_session(
+        self, origin: Origin, layers: list[Any], pads: np.ndarray, ids: Tensor, *, explicit: bool
+    ) -> Session:
+        return Session(self, origin, layers, pads, ids, filler=self._filler_ids(), explicit=explicit)
+
+    def _circumstances(self) -> tuple[bytes, int, str]:
+        """What KV depends on beside weights and tokens, cheap enough to look at in every forward."""
         device = self._cache.layout.device.type
         cast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        return (*self._watch.circumstances(), cast)
+
+    def _origin(self, namespace: Namespace, num_tokens: int) -> Origin:
+        state = self._watch.state()
+        circumstances = self._circumstances()
+        adapters, patches, cast = circumstances
         user = canonical_namespace(namespace)
         regime = self._rope.regime(num_tokens) or "none"
-        key = canonical_namespace(("radixkv.hf", str(epoch), adapters, str(patches), cast, regime, user))
-        return Origin(key, user, state, num_tokens)
+        key = canonical_namespace(("radixkv.hf", str(state[0]), adapters, str(patches), cast, regime, user))
+        return Origin(key, user, state, circumstances, num_tokens)
 
     # -- explicit sessions ----------------------------------------------------------------------------------
 
@@ -563,9 +622,9 @@ class HFPlug:
             if filled.computed_ahead and self._cache.layout.device.type == "cpu":
                 self._cache.recorder.record_prefill(filled.computed_ahead, time.perf_counter() - began)
             self._cache.recorder.record_requests(filled.requests())
-            session = Session(origin, filled.layers, pads, ids, filler=self._filler_ids(), explicit=True)
+            session = self._new_session(origin, filled.layers, pads, ids, explicit=True)
             session.trusted = usable
-            session.feed(ids[:, : filled.skip])
+            session.feed(ids[:, : filled.skip], self._rope)
             with self._lock:
                 self._live.add(session)
         return SessionCache(filled.layers, filled.skip), session
@@ -591,15 +650,25 @@ class HFPlug:
         if ids is None or ids.dim() != 2 or self._count_layers() != self._num_hidden_layers:
             session.trusted = False
             return call
-        if self.base.training or brings_data(call, name):
+        if (
+            self.base.training
+            or brings_data(call, name)
+            or self._circumstances() != session.origin.circumstances
+        ):
             session.trusted = False
         if ids.shape[0] != session.num_rows and ids.shape[0] % session.num_rows == 0:
             session.expand(ids.shape[0] // session.num_rows)
         if session.explicit and not in_prompt:
             call = place(session, dict(call), takes_positions)
         session.expect_plain(call.get("attention_mask"), call.get("position_ids"), ids.shape[1])
-        session.feed(ids)
+        start = session.columns
+        session.feed(ids, self._rope)
+        underway = _Underway(session, self._handles, start, start + ids.shape[1])
         if in_prompt:
-            columns = session.columns + ids.shape[1]
-            self._here.underway = _Underway(session, columns, ids.numel(), time.perf_counter(), [])
+            underway.work, underway.began = ids.numel(), time.perf_counter()
+        self._here.underway = underway
         return call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HFPlug:
+        # `copy.deepcopy(model)` copies its hooks: on the copy they find another module, and do nothing.
+        return self

@@ -53,8 +53,10 @@ class RopeRule:
             return "short"
         return None if self.kind == "dynamic" else "long"
 
-    def storable(self, prompt_tokens: int, total_tokens: int) -> int:
-        """Leading tokens of a sequence whose keys belong to the regime its prompt started in."""
-        if self.kind == "plain" or prompt_tokens > self.limit:
-            return total_tokens
-        return min(total_tokens, self.limit)
+    def crosses(self, prompt_tokens: int, reach: int) -> bool:
+        """Whether a forward that ends at position `reach` leaves the regime the prompt started in.
+
+        All its keys then belong to the other regime, also those of positions below the limit: the angles
+        follow the highest position of the forward.
+        """
+        return self.kind != "plain" and prompt_tokens <= self.limit < reach

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.hf.layers import SessionLayer
+from radixkv.hf.rope import RopeRule
 from radixkv.hf.watch import State
 
 __all__ = ["Origin", "Session"]
@@ -28,12 +29,14 @@ class Origin:
         key: Namespace in the tree.
         namespace: Canonical form of the user's namespace.
         state: `ModelWatch.state()` at the start.
+        circumstances: Adapters, patches and autocast, which must be the same in every forward.
         prompt_tokens: Of the longest row; decides the rotary regime.
     """
 
     key: bytes
     namespace: bytes
     state: State
+    circumstances: tuple[bytes, int, str]
     prompt_tokens: int
 
 
@@ -62,6 +65,8 @@ class Session:
     (positions, mask), the session is no longer trusted and nothing of it is stored.
 
     Args:
+        owner: The plug-in it belongs to.
+        origin: See `Origin`.
         layers: One `SessionLayer` for each layer with KV, foreign layers elsewhere.
         pads: int `[rows]`: columns of left padding.
         ids: `[rows, columns]` tokens that the layers hold, or will hold after the forward under way.
@@ -71,6 +76,7 @@ class Session:
 
     def __init__(
         self,
+        owner: Any,
         origin: Origin,
         layers: Sequence[Any],
         pads: np.ndarray,
@@ -79,7 +85,9 @@ class Session:
         filler: tuple[int, frozenset[int]] | None,
         explicit: bool,
     ) -> None:
+        self.owner = owner
         self.origin = origin
+        self._keep: int | None = None
         self.layers = layers
         self.pads = pads
         self.explicit = explicit
@@ -121,9 +129,19 @@ class Session:
 
     # -- told by the hooks ----------------------------------------------------------------------------------
 
-    def feed(self, ids: Tensor) -> None:
+    def feed(self, ids: Tensor, rope: RopeRule) -> None:
         """A forward is about to append these tokens `[rows, q]`."""
+        start = sum(chunk.shape[1] for chunk in self._chunks)
+        longest = start + ids.shape[1] - int(self.pads.min())
+        if rope.crosses(self.origin.prompt_tokens, longest) and self._keep is None:
+            self._keep = start  # from here on, keys of this session belong to another regime
         self._chunks.append(ids.detach().clone())
+
+    def undo(self, columns: int) -> None:
+        """The forward that was announced failed: go back to `columns`, in all layers and tokens."""
+        for layer in self._kv_layers():
+            layer.length = min(layer.length, columns)
+        self._chunks = [self.ids()[:, :columns]]
 
     def expect_plain(self, mask: Tensor | None, positions: Tensor | None, q: int) -> None:
         """Compare a forward's mask and positions with what this session's padding implies.
@@ -212,18 +230,19 @@ class Session:
 
     # -- storing --------------------------------------------------------------------------------------------
 
-    def commit(self, cache: PrefixCache, state: State, storable: Any) -> None:
+    def commit(self, cache: PrefixCache, state: State) -> None:
         """Store what is new since the last time.
 
         Args:
             cache: Where to.
             state: `ModelWatch.state()` now; if it differs from the start, nothing is stored.
-            storable: `RopeRule.storable`.
         """
         if not self.trusted or self.columns == 0:
             return
-        if state != self.origin.state or not self.consistent:
+        if state != self.origin.state:
             self.trusted = False
+            return
+        if not self.consistent:  # in the middle of a forward, or fed while nobody looked
             return
         if self._doubt is not None:
             if bool(self._doubt):
@@ -241,7 +260,8 @@ class Session:
         ids = self.ids().cpu().numpy().astype(np.int64, copy=False)
         for row, pad in enumerate(self.pads.tolist()):
             tokens = self._without_filler(ids[row, pad:], self.prompt.shape[1] - pad)
-            tokens = tokens[: storable(self.origin.prompt_tokens, len(tokens))]
+            if self._keep is not None:
+                tokens = tokens[: max(0, self._keep - pad)]
             if len(tokens) > self._stored.get(row, 0):
                 source = _RowSource(self.layers, row, pad)
                 self._stored[row] = cache.commit(

@@ -16,6 +16,8 @@ __all__ = ["base_of", "check_supported", "probe_model", "unwrap_model"]
 
 _PROBE_TOKENS = 7
 _PROBE_CUT = 4
+# Their forward calls a part of the base model directly, past its hooks.
+_DECODER_IS_BASE = {"OPTForCausalLM"}
 
 
 def unwrap_model(model: Any) -> Any:
@@ -45,6 +47,8 @@ def unwrap_model(model: Any) -> Any:
 
 def base_of(model: Any) -> Any:
     """The part below the head, which sees every forward; the model itself if it has no head."""
+    if type(model).__name__ in _DECODER_IS_BASE:
+        return model.get_decoder()
     if model.base_model is not model:
         return model.base_model
     # Some models name a part that they do not have (Gemma 3 in transformers 4.57).
@@ -114,6 +118,8 @@ def probe_model(model: Any) -> KVLayout:
     vocab = int(text_config(inner).vocab_size)
     ids = (torch.arange(_PROBE_TOKENS, device=parameter.device) * 7 + 1).remainder(vocab)[None]
 
+    seen: list[bool] = []
+    watcher = base_of(inner).register_forward_hook(lambda *_: seen.append(True))
     with _quiet_eval(inner):
         try:
             whole, cache = _run(inner, ids, None)
@@ -125,6 +131,12 @@ def probe_model(model: Any) -> KVLayout:
             raise UnsupportedModelError(
                 f"{type(inner).__name__} failed on a plain forward with a KV cache: {error}"
             ) from error
+        finally:
+            watcher.remove()
+    if not seen:
+        raise UnsupportedModelError(
+            f"the forward of {type(inner).__name__} does not call its base model, where KV would be reused"
+        )
     if min(_length(cache), _length(part_cache)) < _PROBE_TOKENS:
         raise UnsupportedModelError(
             f"{type(inner).__name__} did not fill the KV cache it was given: there is nothing to reuse in this model"

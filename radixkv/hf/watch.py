@@ -10,6 +10,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class ModelWatch:
         self._epoch = 0
         # Reentrant: a garbage collection inside may end a session, which asks for the state.
         self._lock = threading.RLock()
-        self._patches: OrderedDict[tuple[int, ...], tuple[int, list[Any]]] = OrderedDict()
+        self._patches: OrderedDict[tuple[int, ...], tuple[int, list[Callable[[], Any]]]] = OrderedDict()
         self._num_patches = 0
         self._windows: list[list[torch.Tensor]] | None = None
         self.rows_differ = False
@@ -83,7 +84,11 @@ class ModelWatch:
             ):
                 self._epoch += 1
                 self._read()
-            return self._epoch, self._adapters(), self._patch_number()
+            return (self._epoch, *self.circumstances())
+
+    def circumstances(self) -> tuple[bytes, int]:
+        """`(adapters, patches)` as of now, without looking at the weights."""
+        return self._adapters(), self._patch_number()
 
     def rest(self) -> None:
         """Let go of views into the weights, so that a model that is moved meanwhile frees its old memory."""
@@ -207,14 +212,23 @@ class ModelWatch:
         if not patches:
             return 0
         ids = tuple(map(id, patches))
-        if ids not in self._patches:
-            self._num_patches += 1
-            # The patches are kept, so that their ids stay theirs as long as the number is remembered.
-            self._patches[ids] = (self._num_patches, patches)
-            if len(self._patches) > _MAX_PATCHES:
-                self._patches.popitem(last=False)
-        self._patches.move_to_end(ids)
-        return self._patches[ids][0]
+        number, references = self._patches.get(ids, (0, []))
+        if number and all(ref() is patch for ref, patch in zip(references, patches, strict=True)):
+            self._patches.move_to_end(ids)
+            return number
+        self._num_patches += 1
+        # Weak references: they tell a patch from a later one with the same id, and keep nothing alive.
+        self._patches[ids] = (self._num_patches, [_reference(patch) for patch in patches])
+        if len(self._patches) > _MAX_PATCHES:
+            self._patches.popitem(last=False)
+        return self._num_patches
+
+
+def _reference(patch: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(patch)
+    except TypeError:  # built-in functions and the like, which nobody makes anew
+        return lambda: patch
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -37,6 +37,7 @@ ROWS = {s: np.full(ROW, s, np.int32).tobytes() for s in (FREE, REFERENCE, IDLE, 
 ROW_VIEWS = {state: memoryview(row) for state, row in ROWS.items()}
 
 MOST_RUNS = 8  # with more, one call on an array of ids is cheaper than one call for each run
+HEAD = 1024
 FEW = 24  # ids; if they are scattered, looking for runs among so few costs more than it saves
 
 
@@ -79,7 +80,10 @@ class BlockStates:
         if n == len(self._known_bytes) // ID_BYTES and ids.tobytes() == self._known_bytes:
             return self._known_runs
         if n > FEW:
-            ends = ((ids[1:] - ids[:-1]) != 1).nonzero()[0]
+            # If the first ids of many are scattered, the others need not be looked at.
+            ends = ((ids[1:HEAD] - ids[: HEAD - 1][: n - 1]) != 1).nonzero()[0]
+            if n > HEAD and len(ends) < MOST_RUNS:
+                ends = ((ids[1:] - ids[:-1]) != 1).nonzero()[0]
             if len(ends) < MOST_RUNS:
                 runs, start = [], 0
                 for end in (*(ends + 1).tolist(), n):

@@ -13,6 +13,7 @@ from radixkv.core.block_pool import BlockPool, as_block_ids
 from radixkv.core.block_states import (
     ID_BYTES,
     IDLE,
+    MOST_RUNS,
     BlockIds,
     Index,
     Run,
@@ -202,7 +203,8 @@ class RadixTree(LinkedNodes):
             pool.hold_path(held, index)
             self._now += 1
             self._policy.on_use(index, self._now)
-            self._matched = bytes(ids), index
+            if isinstance(index, list):
+                self._matched = bytes(ids), index
             if self._checks:
                 self.check()
             return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None)
@@ -229,7 +231,8 @@ class RadixTree(LinkedNodes):
         data = token_bytes(array)
         path, node, start, child, matched = self._walk(root, data, limit * TOKEN_BYTES)
         pieces = [n.blocks for n in path]
-        runs = [n.runs for n in path]
+        few = len(path) < MOST_RUNS
+        runs = [n.runs for n in path] if few else []
         rows = 0
         if child is not None:
             num_whole, rest = divmod(matched, self._block_bytes)
@@ -242,14 +245,14 @@ class RadixTree(LinkedNodes):
                 rows = start % self._block_bytes // TOKEN_BYTES
             else:
                 pieces[-1] = pieces[-1][:-ID_BYTES]
-                runs[-1] = None
+                runs.append(None)
         elif partial and node.num_children and start < limit * TOKEN_BYTES:
             child, matched = self._closest(node, data[start : limit * TOKEN_BYTES])
             if child is not None:
                 rows = matched // TOKEN_BYTES
                 pieces.append(child.blocks[:ID_BYTES])
                 runs.append(leading(child.runs, 1))
-        return bytearray().join(pieces), rows, joined(runs)
+        return bytearray().join(pieces), rows, joined(runs) if few else None
 
     # -- inserting -------------------------------------------------------------------------------------------
 

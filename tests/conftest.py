@@ -16,9 +16,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-_SHARED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# Without the explain phase: before Python 3.12 it traces every line of torch, several times slower.
+_SHARED = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink],
+}
 settings.register_profile("dev", max_examples=30, stateful_step_count=30, **_SHARED)
 settings.register_profile("ci", max_examples=80, stateful_step_count=50, derandomize=True, **_SHARED)
 settings.register_profile("long", max_examples=3000, stateful_step_count=100, **_SHARED)

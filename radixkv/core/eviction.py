@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from sortedcontainers import SortedList
 
 from radixkv.core.block_states import Index, fill
 from radixkv.core.errors import InvalidRequestError
@@ -14,7 +14,7 @@ from radixkv.core.errors import InvalidRequestError
 if TYPE_CHECKING:
     from radixkv.core.node import Node
 
-Entry = tuple[int, int]  # priority, serial
+Entry = tuple[int, int, "Node"]  # priority, serial, leaf
 
 NEVER = 2**63 - 1
 
@@ -75,55 +75,36 @@ class LeafOrder:
 
     A leaf is filed under the priority its last block had at that time. As it can only have risen since, the
     first entry, once found to be up to date, is the true minimum. `node.entry` is the entry, or None.
-
-    A heap. An entry whose leaf was taken out from the middle stays until it comes up, or until such entries
-    are the majority; it does not keep the leaf alive.
     """
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
-        self._leaves: dict[int, Node] = {}  # by serial
+        self._entries: SortedList[Entry] = SortedList()
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return len(self._entries)
 
     def add(self, node: Node, priority: int) -> None:
-        """File a leaf, which is not filed yet."""
-        serial = node.serial
-        node.entry = entry = (priority, serial)
-        self._leaves[serial] = node
-        heapq.heappush(self._heap, entry)
+        """File a leaf, which is not filed yet. `node.serial` breaks ties, so that nodes are never compared."""
+        node.entry = entry = (priority, node.serial, node)
+        self._entries.add(entry)
 
     def remove(self, node: Node) -> None:
         """Take a leaf out, wherever it is."""
+        self._entries.remove(node.entry)
         node.entry = None
-        del self._leaves[node.serial]
-        if len(self._heap) > 2 * len(self._leaves) + 16:
-            self._heap = [leaf.entry for leaf in self._leaves.values() if leaf.entry is not None]
-            heapq.heapify(self._heap)
 
     def first(self) -> Node | None:
         """The leaf filed under the lowest priority, or None if there is no leaf."""
-        while self._heap:
-            entry = self._heap[0]
-            node = self._leaves.get(entry[1])
-            if node is not None and node.entry is entry:
-                return node
-            heapq.heappop(self._heap)
-        return None
+        return self._entries[0][2] if self._entries else None
 
     def second_priority(self) -> int:
-        """A priority that no leaf but the first is filed below, `NEVER` if there is no other."""
-        heap = self._heap
-        if len(heap) > 2:
-            return min(heap[1], heap[2])[0]
-        return heap[1][0] if len(heap) > 1 else NEVER
+        """The priority that the second leaf is filed under, `NEVER` if there is no other."""
+        return self._entries[1][0] if len(self._entries) > 1 else NEVER
 
     def pop_first(self) -> None:
         """Take the leaf out that `first` named."""
-        node = self._leaves.pop(heapq.heappop(self._heap)[1])
-        node.entry = None
+        self._entries.pop(0)[2].entry = None
 
     def nodes(self) -> list[Node]:
         """All leaves, in order."""
-        return sorted(self._leaves.values(), key=lambda node: node.entry or (NEVER, 0))
+        return [entry[2] for entry in self._entries]

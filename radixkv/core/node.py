@@ -57,7 +57,7 @@ class Node:
         self.tails: dict[int, Node] | None = None  # children that are nothing but a tail, by serial
         self.num_children = 0
         self.index: SortedDict[bytes, Node] | None = None  # children by first block, once somebody needed it
-        self.entry: tuple[int, int] | None = None  # in the leaf order
+        self.entry: tuple[int, int, Node] | None = None  # in the leaf order
         self.parked = False  # a leaf whose last block others hold, waiting for `pool.take_woken`
 
 

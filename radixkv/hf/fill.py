@@ -29,6 +29,8 @@ _MIN_SAVED_ELSEWHERE = 64
 # this share of the prompt (its begin token, say) would not even pay for that.
 _MIN_HIT_SHARE = 64
 
+_CROP_SLACK = 32  # tokens that a crop may go back below a hit, in sliding layers
+
 
 @dataclass
 class Filled:
@@ -154,9 +156,10 @@ class Filler:
         for layer in _kv(layers):
             base = 0
             if layer.window is not None:
-                # Attention needs the window before the first new token; storing, the block that token falls into.
+                # Attention needs the window before the first new token, or before one that a crop goes back to;
+                # storing needs the block that token falls into.
                 base = min(
-                    row.pad + min(have - layer.window + 1, have // size * size)
+                    row.pad + min(have - layer.window + 1 - _CROP_SLACK, have // size * size)
                     for row, have in zip(rows, cached, strict=True)
                 )
             layer.allocate(len(rows), columns, max(0, base), layout.dtype, layout.device)

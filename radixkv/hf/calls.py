@@ -9,9 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.core.errors import InvalidRequestError
+from radixkv.core.tokens import as_tokens
 from radixkv.hf.compat import cache_length, is_fresh_dynamic
 
-__all__ = ["WHY", "OuterCall", "brings_data", "bypass_reason", "cache_in", "left_padding", "trimmed"]
+__all__ = [
+    "WHY",
+    "OuterCall",
+    "brings_data",
+    "bypass_reason",
+    "cache_in",
+    "left_padding",
+    "read_prompt",
+    "trimmed",
+]
 
 WHY = {
     "use_cache_false": "use_cache=False was given",
@@ -140,6 +151,40 @@ def left_padding(call: dict[str, Any], shape: tuple[int, int]) -> tuple[np.ndarr
     if real.shape[0] not in (1, rows) or ((real != expected) & (expected >= 0)).any():
         return pads, "position_ids"
     return pads, None
+
+
+def read_prompt(
+    input_ids: Any, attention_mask: Any, vocab: int, device: torch.device
+) -> tuple[Tensor, np.ndarray]:
+    """The prompt of a session: ids `[rows, columns]` on `device`, and the columns of left padding of each row.
+
+    Raises:
+        InvalidRequestError: These are no token ids below `vocab`, or the mask does not fit them.
+    """
+    try:
+        ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(np.asarray(input_ids))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"input_ids are [batch, tokens] or [tokens] integers: {error}") from error
+    if ids.dim() == 1:
+        ids = ids[None]
+    if ids.dim() != 2:
+        raise InvalidRequestError(f"input_ids are [batch, tokens] or [tokens], got shape {tuple(ids.shape)}")
+    if ids.numel() == 0:
+        raise InvalidRequestError("the prompt is empty: give at least one token")
+    highest = int(as_tokens(ids.reshape(-1)).max())
+    if highest >= vocab:
+        raise InvalidRequestError(f"token id {highest} is outside the vocabulary of {vocab}")
+    ids = ids.to(device=device, dtype=torch.int64)
+    pads = np.zeros(ids.shape[0], dtype=np.int64)
+    if attention_mask is not None:
+        mask = torch.as_tensor(attention_mask)
+        mask = mask[None] if mask.dim() == 1 else mask
+        pads, reason = left_padding({"attention_mask": mask}, (ids.shape[0], ids.shape[1]))
+        if reason == "attention_mask":
+            raise InvalidRequestError(
+                f"attention_mask must be zeros (left padding), then ones, in the shape {tuple(ids.shape)}"
+            )
+    return ids, pads
 
 
 def trimmed(call: dict[str, Any], skip: int) -> dict[str, Any]:

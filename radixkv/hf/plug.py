@@ -26,9 +26,18 @@ from radixkv.cache.locking import InterruptsHeld, books_are_open
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.core.namespace import Namespace, canonical_namespace
-from radixkv.core.tokens import as_tokens
-from radixkv.hf.calls import WHY, OuterCall, brings_data, bypass_reason, cache_in, left_padding, trimmed
-from radixkv.hf.compat import DynamicCache, ForwardCall, bare_cache, install_layers, text_config
+from radixkv.hf.calls import (
+    WHY,
+    OuterCall,
+    brings_data,
+    bypass_reason,
+    cache_in,
+    left_padding,
+    read_prompt,
+    trimmed,
+)
+from radixkv.hf.compat import ForwardCall, bare_cache, install_layers, text_config
+from radixkv.hf.explicit import ExplicitSession, SessionCache
 from radixkv.hf.fill import Filler
 from radixkv.hf.guard import GenerateGuard, guard_prompt, place
 from radixkv.hf.layers import SessionLayer
@@ -38,27 +47,12 @@ from radixkv.hf.support import base_of, check_supported, unwrap_model
 from radixkv.hf.watch import ModelWatch
 from radixkv.observe.stats import RequestStats
 
-__all__ = ["HFPlug", "SessionCache"]
+__all__ = ["HFPlug"]
 
 # Which plug a model is attached to. Weak on both sides: a plug holds its model.
 _attached: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HFPlug]] = weakref.WeakKeyDictionary()
 # Reentrant: an abandoned `with` may be ended by the garbage collector at any line.
 _attach_lock = threading.RLock()
-
-
-class SessionCache(DynamicCache):  # type: ignore[misc]
-    """The cache object of an explicit session; use it as any transformers cache.
-
-    Attributes:
-        num_cached_tokens: Leading columns of the prompt that are already in it.
-    """
-
-    num_cached_tokens: int
-
-    def __init__(self, layers: list[Any], num_cached_tokens: int) -> None:
-        super().__init__()
-        install_layers(self, layers)
-        self.num_cached_tokens = num_cached_tokens
 
 
 @dataclass
@@ -95,51 +89,6 @@ class _Here(threading.local):
     last_bypass: tuple[str, int] | None = None
 
 
-class _OneSession:
-    """The context manager of a session. It can be entered once: its cache ends with the block.
-
-    A class and not a generator, so that Ctrl-C finds no gap between set-up and the block.
-    """
-
-    def __init__(self, plug: HFPlug, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> None:
-        self._plug = plug
-        self._prompt = (ids, pads, namespace)
-        self._used = False
-        self._installed = False
-        self._session: Session | None = None
-
-    def __enter__(self) -> SessionCache:
-        if self._used:
-            raise InvalidRequestError("a session can be entered once: open another with cache.session(...)")
-        self._used = True
-        try:
-            with InterruptsHeld():
-                self._plug._install()
-                self._plug._guard.enter()
-                self._installed = True
-            past, self._session = self._plug._open(*self._prompt)
-            return past
-        except BaseException:
-            self._end()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        try:
-            if kind is None and self._session is not None:
-                self._plug._close(self._session)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        with InterruptsHeld():
-            if self._session is not None:
-                self._session.close()
-            if self._installed:
-                self._installed = False
-                self._plug._guard.leave()
-                self._plug._uninstall()
-
-
 class HFPlug:
     """Connects one cache with one model. Made by `PrefixCache.for_model`.
 
@@ -171,7 +120,7 @@ class HFPlug:
         self._users = 0
         self._lock = threading.RLock()
         self._here = _Here()
-        self._guard = GenerateGuard(self.model, lambda past: self._explicit_session(past))
+        self.guard = GenerateGuard(self.model, lambda past: self._explicit_session(past))
         self._live: weakref.WeakSet[Session] = weakref.WeakSet()
         self._dead: deque[Session] = deque()
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -192,7 +141,7 @@ class HFPlug:
                     whose = "this cache" if other is self else "another cache"
                     raise InvalidRequestError(f"the model is attached to {whose} already: detach it first")
                 self._namespace = namespace
-                self._install()
+                self.install()
                 if model is not self.model:  # a PEFT wrapper calls the forward of the model, past its hooks
                     self._wrapper_handles = [
                         model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
@@ -219,14 +168,16 @@ class HFPlug:
             for handle in self._wrapper_handles:
                 handle.remove()
             self._wrapper_handles = []
-            self._uninstall()
+            self.uninstall()
         self.flush()
 
-    def session(self, input_ids: Any, namespace: Namespace, attention_mask: Any) -> _OneSession:
+    def session(self, input_ids: Any, namespace: Namespace, attention_mask: Any) -> ExplicitSession:
         canonical_namespace(namespace)
-        ids, pads = self._prompt(input_ids, attention_mask)
+        ids, pads = read_prompt(
+            input_ids, attention_mask, int(self._config.vocab_size), self._cache.layout.device
+        )
         self._check_model(self.model)
-        return _OneSession(self, ids, pads, namespace)
+        return ExplicitSession(self, ids, pads, namespace)
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
         with self._busy():
@@ -285,7 +236,7 @@ class HFPlug:
     def _count_layers(self) -> int:
         return int(getattr(self._config, "num_hidden_layers", 0))
 
-    def _install(self) -> None:
+    def install(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -296,7 +247,7 @@ class HFPlug:
                     self.base.register_forward_hook(self._after_base),
                 ]
 
-    def _uninstall(self) -> None:
+    def uninstall(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -327,7 +278,7 @@ class HFPlug:
         with InterruptsHeld(later=True):
             self.flush()
 
-    def _close(self, session: Session) -> None:
+    def close(self, session: Session) -> None:
         self._abandon()
         with self._busy():
             self._store(session)
@@ -567,39 +518,7 @@ class HFPlug:
 
     # -- explicit sessions ----------------------------------------------------------------------------------
 
-    def _prompt(self, input_ids: Any, attention_mask: Any) -> tuple[Tensor, np.ndarray]:
-        """Ids `[rows, columns]` on the cache's device, and the padding of each row."""
-        try:
-            ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(np.asarray(input_ids))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequestError(
-                f"input_ids are [batch, tokens] or [tokens] integers: {error}"
-            ) from error
-        if ids.dim() == 1:
-            ids = ids[None]
-        if ids.dim() != 2:
-            raise InvalidRequestError(
-                f"input_ids are [batch, tokens] or [tokens], got shape {tuple(ids.shape)}"
-            )
-        if ids.numel() == 0:
-            raise InvalidRequestError("the prompt is empty: give at least one token")
-        highest = int(as_tokens(ids.reshape(-1)).max())
-        vocab = int(self._config.vocab_size)
-        if highest >= vocab:
-            raise InvalidRequestError(f"token id {highest} is outside the vocabulary of {vocab}")
-        ids = ids.to(device=self._cache.layout.device, dtype=torch.int64)
-        pads = np.zeros(ids.shape[0], dtype=np.int64)
-        if attention_mask is not None:
-            mask = torch.as_tensor(attention_mask)
-            mask = mask[None] if mask.dim() == 1 else mask
-            pads, reason = left_padding({"attention_mask": mask}, (ids.shape[0], ids.shape[1]))
-            if reason == "attention_mask":
-                raise InvalidRequestError(
-                    f"attention_mask must be zeros (left padding), then ones, in the shape {tuple(ids.shape)}"
-                )
-        return ids, pads
-
-    def _open(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> tuple[SessionCache, Session]:
+    def open(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> tuple[SessionCache, Session]:
         origin = self._origin(namespace, ids.shape[1] - int(pads.min()))
         reason = None
         if self._watch.may_drop():

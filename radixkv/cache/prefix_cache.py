@@ -100,7 +100,7 @@ class PrefixCache:
     """A prefix cache over one pool of KV blocks. Thread-safe.
 
     Most users make one with `for_model` and wrap their loop in `attached`. Without a model it is the
-    store, tree and pool of an engine: `lookup`, `read`, `commit`.
+    store, tree and pool of an engine: `lookup`, `store.read`, `commit`.
 
     `check()` verifies the invariants of its pool and tree; between calls, blocks that are neither free nor
     cached are held by a request in another thread.
@@ -186,7 +186,7 @@ class PrefixCache:
         cache._plug = plug_in.HFPlug(cache, model)
         return cache
 
-    def attach(self, model: Any, *, namespace: Namespace = None) -> None:
+    def attach(self, model: Any, namespace: Namespace = None) -> None:
         """Let every `model.generate()` and forward use the cache, until `detach()`.
 
         Args:
@@ -208,12 +208,12 @@ class PrefixCache:
         """
         self._need_plug().detach()
 
-    def attached(self, model: Any, *, namespace: Namespace = None) -> AbstractContextManager[PrefixCache]:
+    def attached(self, model: Any, namespace: Namespace = None) -> AbstractContextManager[PrefixCache]:
         """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
         return _Attached(self, self._need_plug(), model, namespace)
 
     def session(
-        self, input_ids: Any, *, namespace: Namespace = None, attention_mask: Any = None
+        self, input_ids: Any, namespace: Namespace = None, attention_mask: Any = None
     ) -> AbstractContextManager[Any]:
         """A transformers cache already filled with what is known of `input_ids`, for hand-written loops.
 

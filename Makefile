@@ -29,7 +29,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.installed-demo-$(HASH)
-	$(BIN)/radixkv demo $(RUN)
+	@$(BIN)/radixkv demo $(RUN)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

@@ -25,7 +25,7 @@ def unwrap_model(model: Any) -> Any:
 
     Raises:
         InvalidRequestError: It is no transformers model.
-        UnsupportedModelError: It is compiled, or has no head.
+        UnsupportedModelError: It is compiled, is an encoder-decoder, or has no head.
     """
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
@@ -38,6 +38,10 @@ def unwrap_model(model: Any) -> Any:
         or not hasattr(inner, "config")
     ):
         raise InvalidRequestError(f"expected a transformers model, got {type(model).__name__}")
+    if getattr(inner.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} is an encoder-decoder: its decoder's KV depends on the encoder's input"
+        )
     if base_of(inner) is inner:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no language-model head: load it with AutoModelForCausalLM"
@@ -68,10 +72,6 @@ def check_supported(model: Any) -> None:
     """
     name = type(model).__name__
     config = text_config(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder: its decoder's KV depends on the encoder's input"
-        )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{name} keeps a recurrent state, which cannot be cut at a prefix")
     if (

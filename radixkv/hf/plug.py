@@ -3,7 +3,8 @@
 Two hooks do the work. The one on the model notes what a call wants (`logits_to_keep`, labels, ...). The one on
 its base model sees the token ids, mask, positions and cache object of every forward that `generate()` or a
 hand-written loop makes: on the first forward of a fresh cache it fills the cache with what is known and leaves
-out the tokens that need no computing. Nothing else of the model is touched.
+out the tokens that need no computing. While sessions are open, `prepare_inputs_for_generation` is watched, too
+(see `radixkv.hf.guard`). Nothing else of the model is touched, and nothing stays.
 """
 
 from __future__ import annotations

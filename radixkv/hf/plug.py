@@ -56,6 +56,9 @@ _attached: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HFPlug]] = wea
 _attach_lock = threading.RLock()
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call on the model, as a hook gets them
+
+
 @dataclass
 class _Underway:
     """A forward between its two hooks.
@@ -84,7 +87,7 @@ class _Here(threading.local):
     """What one thread is in the middle of."""
 
     depth = 0
-    outer: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    outer: Arguments | None = None
     underway: _Underway | None = None
     passed_through = False
     last_bypass: tuple[str, int] | None = None
@@ -307,10 +310,8 @@ class HFPlug:
             self._here.outer = None
             self._abandon()
 
-    def _outer(self) -> OuterCall | None:
-        """What the call on the model wants, asked once; None if the base model was called directly."""
-        # Taken away at once: torch runs no hooks after a KeyboardInterrupt, and a later call must not find it.
-        outer, self._here.outer = self._here.outer, None
+    def _read(self, outer: Arguments | None) -> OuterCall | None:
+        """What the call on the model wants; None if the base model was called directly."""
         if outer is None:
             return None
         call = self._outer_call.by_name(*outer)
@@ -335,7 +336,9 @@ class HFPlug:
         if self._fill.running or module is not self.base:  # a copy of the model has copies of the hooks
             return None
         self._abandon()
-        self._here.depth = 0  # an interrupt may have left it
+        # An interrupt may have left these behind: torch runs no hooks after a KeyboardInterrupt.
+        self._here.depth = 0
+        outer, self._here.outer = self._here.outer, None
         self._here.passed_through = False
         call = self._call.by_name(args, kwargs)
         leader = self._leader_of(call.get(self._call.cache_name))
@@ -344,13 +347,13 @@ class HFPlug:
         session = None if leader is None else leader.book
         if isinstance(session, Session):
             if session.owner is self:
-                return (), self._go_on(session, call)
+                return (), self._go_on(session, call, outer)
             if session.owner.model is not self.model:
                 raise InvalidRequestError("this cache object belongs to a session of another model")
             return None  # another cache serves this call
         if not self._attached:
             return None
-        edited = self._begin(call)
+        edited = self._begin(call, outer)
         return None if edited is None else ((), edited)
 
     def _after_base(self, module: Any, args: Any, output: Any) -> None:
@@ -394,11 +397,11 @@ class HFPlug:
 
     # -- a fresh cache --------------------------------------------------------------------------------------
 
-    def _begin(self, call: dict[str, Any]) -> dict[str, Any] | None:
+    def _begin(self, call: dict[str, Any], arguments: Arguments | None) -> dict[str, Any] | None:
         """First forward of a fresh cache: fill it and trim the call; None to leave everything alone."""
         name = self._call.cache_name
         past = call.get(name)
-        outer = self._outer() or OuterCall.read(call, name, self.model.config)
+        outer = self._read(arguments) or OuterCall.read(call, name, self.model.config)
         self.flush()
         with self._busy():
             return self._begin_quietly(call, past, outer)
@@ -551,12 +554,12 @@ class HFPlug:
 
     # -- later forwards -------------------------------------------------------------------------------------
 
-    def _go_on(self, session: Session, call: dict[str, Any]) -> dict[str, Any]:
+    def _go_on(self, session: Session, call: dict[str, Any], arguments: Arguments | None) -> dict[str, Any]:
         name = self._call.cache_name
         takes_positions = self._call.accepts("position_ids")
         in_prompt = session.explicit and session.columns < session.prompt.shape[1]
         if in_prompt:
-            call = guard_prompt(session, call, self._outer() or OuterCall(), name, takes_positions)
+            call = guard_prompt(session, call, self._read(arguments) or OuterCall(), name, takes_positions)
             if call[name] is None:
                 if not session.bypassed:
                     self._count("use_cache_false")

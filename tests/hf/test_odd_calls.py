@@ -382,3 +382,25 @@ def test_a_model_used_through_a_wrapper_module() -> None:
             same(owner(IDS), greedy(reference, IDS))
     expect_hits(cache, 21)
     assert NULL or cache.stats.requests == 2
+
+
+def test_an_interrupt_while_decoding_says_nothing_to_a_later_call_of_the_inner_model() -> None:
+    """torch runs no hooks after a KeyboardInterrupt, so what the call wanted must not be kept for its end."""
+    model = tiny()
+    reference = twin(model)
+    cache = make_cache(model)
+    steps: list[int] = []
+
+    def stop(*_: Any) -> None:
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+
+    with cache.attached(model):
+        handle = model.model.layers[0].register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, IDS)
+        handle.remove()
+        with torch.no_grad():
+            close(model.model(IDS).last_hidden_state, reference.model(IDS).last_hidden_state)
+    cache.check()

@@ -8,7 +8,15 @@ import threading
 from types import FrameType
 from typing import Any
 
+try:
+    # The public functions turn every handler into an enum and back: microseconds, in which Ctrl-C gets through.
+    import _signal as _raw  # type: ignore[import-not-found]
+except ImportError:  # not CPython
+    _raw = signal
+
 __all__ = ["BooksLock", "InterruptsHeld", "books_are_open"]
+
+_SIGINT = int(signal.SIGINT)
 
 
 class InterruptsHeld:
@@ -26,17 +34,17 @@ class InterruptsHeld:
 
     def __enter__(self) -> InterruptsHeld:
         if threading.get_ident() == threading.main_thread().ident:
-            previous = signal.getsignal(signal.SIGINT)
+            previous = _raw.getsignal(_SIGINT)
             if callable(previous):
                 self._previous = previous
-                signal.signal(signal.SIGINT, self._note)
+                _raw.signal(_SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         previous, self._previous = self._previous, None
         if previous is None:
             return
-        signal.signal(signal.SIGINT, previous)
+        _raw.signal(_SIGINT, previous)
         came, self._came = self._came, None
         if came is None:
             return

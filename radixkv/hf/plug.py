@@ -425,10 +425,7 @@ class HFPlug:
             pads, reason = left_padding(call, (ids.shape[0], ids.shape[1]))
         if reason is None:
             origin = self._origin(self._namespace, ids.shape[1] - int(pads.min()))
-            if self._watch.rows_differ:
-                reason = "extra_inputs"
-            elif self._rope.regime(origin.prompt_tokens) is None:
-                reason = "rope_limit"
+            reason = self._unsharable(origin)
         if reason is not None:
             self._pass_through(reason, call, past)
             return None
@@ -505,32 +502,34 @@ class HFPlug:
     ) -> Session:
         return Session(self, origin, layers, pads, ids, filler=self._filler_ids(), explicit=explicit)
 
+    def _unsharable(self, origin: Origin) -> str | None:
+        """Why KV of this origin must not be shared, judged by the model and not by the call."""
+        if self._watch.rows_differ:
+            return "extra_inputs"
+        return "rope_limit" if self._rope.regime(origin.prompt_tokens) is None else None
+
+    def _autocast(self) -> str:
+        device = self._cache.layout.device.type
+        return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+
     def _circumstances(self) -> tuple[bytes, int, str]:
         """What KV depends on beside weights and tokens, cheap enough to look at in every forward."""
-        device = self._cache.layout.device.type
-        cast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        return (*self._watch.circumstances(), cast)
+        return (*self._watch.circumstances(), self._autocast())
 
     def _origin(self, namespace: Namespace, num_tokens: int) -> Origin:
         state = self._watch.state()
-        circumstances = self._circumstances()
-        adapters, patches, cast = circumstances
+        epoch, adapters, patches = state
+        cast = self._autocast()
         user = canonical_namespace(namespace)
         regime = self._rope.regime(num_tokens) or "none"
-        key = canonical_namespace(("radixkv.hf", str(state[0]), adapters, str(patches), cast, regime, user))
-        return Origin(key, user, state, circumstances, num_tokens)
+        key = canonical_namespace(("radixkv.hf", str(epoch), adapters, str(patches), cast, regime, user))
+        return Origin(key, user, state, (adapters, patches, cast), num_tokens)
 
     # -- explicit sessions ----------------------------------------------------------------------------------
 
     def open(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> tuple[SessionCache, Session]:
         origin = self._origin(namespace, ids.shape[1] - int(pads.min()))
-        reason = None
-        if self._watch.may_drop():
-            reason = "training"
-        elif self._watch.rows_differ:
-            reason = "extra_inputs"
-        elif self._rope.regime(origin.prompt_tokens) is None:
-            reason = "rope_limit"
+        reason = "training" if self._watch.may_drop() else self._unsharable(origin)
         usable = reason is None
         if reason is not None:
             self._count(reason)

@@ -46,6 +46,12 @@ class ModelPlug(Protocol):
         self, input_ids: Any, namespace: Namespace, attention_mask: Any
     ) -> AbstractContextManager[Any]: ...
     def key(self, namespace: Namespace, num_tokens: int) -> bytes: ...
+    def require_servable(self, model: Any) -> None: ...
+    def circumstances(self) -> Any: ...
+    def key_under(self, circumstances: Any, namespace: Namespace, num_tokens: int) -> bytes: ...
+    def rest(self) -> None: ...
+    @property
+    def vocab_size(self) -> int: ...
     def flush(self) -> None: ...
     def discard(self, namespace: bytes | None) -> None: ...
     def invalidate(self) -> None: ...
@@ -447,6 +453,20 @@ class PrefixCache:
     def lock(self) -> BooksLock:
         """Guards pool and tree; hold it to read or change both together."""
         return self._lock
+
+    @property
+    def plug(self) -> ModelPlug:
+        """What knows the model of this cache.
+
+        Raises:
+            InvalidRequestError: The cache was made without a model.
+        """
+        return self._need_plug()
+
+    def register_key(self, namespace: Namespace, key: bytes) -> None:
+        """Say that entries under the tree namespace `key` belong to a user's namespace, for `clear`."""
+        with self._lock:
+            self._keys_of.setdefault(canonical_namespace(namespace), set()).add(key)
 
     @property
     def recorder(self) -> StatsRecorder:

@@ -45,7 +45,7 @@ from radixkv.hf.layers import SessionLayer
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
 from radixkv.hf.support import base_of, check_supported, unwrap_model
-from radixkv.hf.watch import ModelWatch
+from radixkv.hf.watch import ModelWatch, State
 from radixkv.observe.stats import RequestStats
 
 __all__ = ["HFPlug"]
@@ -517,13 +517,53 @@ class HFPlug:
         return (*self._watch.circumstances(), self._autocast())
 
     def _origin(self, namespace: Namespace, num_tokens: int) -> Origin:
-        state = self._watch.state()
-        epoch, adapters, patches = state
-        cast = self._autocast()
+        circumstances = self.circumstances()
+        state, cast = circumstances
         user = canonical_namespace(namespace)
+        key = self.key_under(circumstances, namespace, num_tokens)
+        return Origin(key, user, state, (state[1], state[2], cast), num_tokens)
+
+    # -- for engines ----------------------------------------------------------------------------------------
+
+    @property
+    def rope(self) -> RopeRule:
+        """How long cached keys of this model stay right."""
+        return self._rope
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+        return int(self._config.vocab_size)
+
+    def require_servable(self, model: Any) -> None:
+        """Make sure that `model` is the one of the cache, where and as it was, and in evaluation mode.
+
+        Raises:
+            InvalidRequestError: It is not; the message says what to do.
+        """
+        self._check_model(model)
+        if self._watch.may_drop():
+            raise InvalidRequestError(
+                "the model is in training mode, where dropout makes KV random: call model.eval()"
+            )
+        if self._count_layers() != self._num_hidden_layers:
+            raise InvalidRequestError("the model has another number of layers than when the cache was made")
+
+    def circumstances(self) -> tuple[State, str]:
+        """What KV depends on beside tokens and namespace, as of now: weights, adapters, patches, autocast."""
+        return self._watch.state(), self._autocast()
+
+    def rest(self) -> None:
+        """Let go of views into the weights until `circumstances` is asked for again."""
+        if not self._users:
+            self._watch.rest()
+
+    def key_under(self, circumstances: tuple[State, str], namespace: Namespace, num_tokens: int) -> bytes:
+        """Namespace in the tree for a prompt of this length."""
+        (epoch, adapters, patches), cast = circumstances
         regime = self._rope.regime(num_tokens) or "none"
-        key = canonical_namespace(("radixkv.hf", str(epoch), adapters, str(patches), cast, regime, user))
-        return Origin(key, user, state, (adapters, patches, cast), num_tokens)
+        user = canonical_namespace(namespace)
+        return canonical_namespace(("radixkv.hf", str(epoch), adapters, str(patches), cast, regime, user))
 
     # -- explicit sessions ----------------------------------------------------------------------------------
 

@@ -153,26 +153,55 @@ class KVStore:
             sources: int32 `[n]`.
             targets: int32 `[n]`, distinct.
         """
-        source_ids, target_ids = (np.asarray(ids, dtype=np.int64) for ids in (sources, targets))
-        if source_ids.shape != target_ids.shape or source_ids.ndim != 1:
+        source_ids, target_ids = _as_moves("copy_blocks", sources, targets, self.num_blocks, self.num_blocks)
+        if np.isin(target_ids, source_ids).any():
             raise InvalidRequestError(
-                f"copy_blocks needs two id lists of one length, got {source_ids.shape} and {target_ids.shape}"
+                "copy_blocks: targets must be distinct, and none may be a source as well"
             )
-        if len(np.unique(target_ids)) != len(target_ids) or np.isin(target_ids, source_ids).any():
-            raise InvalidRequestError(
-                "copy_blocks: targets must be distinct and none may be a source as well"
-            )
-        for ids in (source_ids, target_ids):
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks):
-                raise InvalidRequestError(f"copy_blocks: block ids must lie in 0..{self.num_blocks - 1}")
         source = torch.from_numpy(source_ids).to(self.layout.device)
         target = torch.from_numpy(target_ids).to(self.layout.device)
         for tensor in (*self.keys, *self.values):
             if tensor is not None:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
+    def copy_blocks_from(self, other: KVStore, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy whole blocks of another store of the same shapes, such as a host tier, into this one.
+
+        Args:
+            other: Where they come from; it may be on another device.
+            sources: int32 `[n]`, blocks of `other`.
+            targets: int32 `[n]`, distinct blocks of this store.
+        """
+        if other.layout.layers != self.layout.layers or other.block_size != self.block_size:
+            raise InvalidRequestError("copy_blocks_from: the two stores hold blocks of different shapes")
+        source_ids, target_ids = _as_moves(
+            "copy_blocks_from", sources, targets, other.num_blocks, self.num_blocks
+        )
+        source = torch.from_numpy(source_ids).to(other.layout.device)
+        target = torch.from_numpy(target_ids).to(self.layout.device)
+        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            if mine is not None and theirs is not None:
+                mine.index_copy_(0, target, theirs.index_select(0, source).to(self.layout.device))
+
     def _flat(self, tensors: list[Tensor | None], layer: int) -> Tensor:
         tensor = tensors[layer]
         if tensor is None:
             raise InvalidRequestError(f"layer {layer} holds no keys and values of its own")
         return tensor.view(-1, *tensor.shape[2:])
+
+
+def _as_moves(
+    what: str, sources: np.ndarray, targets: np.ndarray, num_sources: int, num_targets: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as int64, after checking that they name blocks that exist, each target once."""
+    source_ids, target_ids = (np.asarray(ids, dtype=np.int64) for ids in (sources, targets))
+    if source_ids.shape != target_ids.shape or source_ids.ndim != 1:
+        raise InvalidRequestError(
+            f"{what} needs two id lists of one length, got {source_ids.shape} and {target_ids.shape}"
+        )
+    if len(np.unique(target_ids)) != len(target_ids):
+        raise InvalidRequestError(f"{what}: targets must be distinct, and no block may be named twice")
+    for ids, size in ((source_ids, num_sources), (target_ids, num_targets)):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= size):
+            raise InvalidRequestError(f"{what}: block ids must lie in 0..{size - 1}")
+    return source_ids, target_ids

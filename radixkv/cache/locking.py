@@ -25,10 +25,13 @@ class InterruptsHeld:
     Args:
         later: Deliver it a moment after the block instead of at its end: a finalizer must not raise, because
             Python would print and swallow the `KeyboardInterrupt`.
+        insist: A second interrupt within the block goes through at once: for blocks that may take seconds, and can
+            be left half-way.
     """
 
-    def __init__(self, later: bool = False) -> None:
+    def __init__(self, later: bool = False, insist: bool = False) -> None:
         self._later = later
+        self._insist = insist
         self._previous: Any = None
         self._came: tuple[int, FrameType | None] | None = None
 
@@ -54,7 +57,10 @@ class InterruptsHeld:
             previous(*came)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._came = (signum, frame)
+        again, self._came = self._came is not None, (signum, frame)
+        if again and self._insist:
+            self._came = None
+            self._previous(signum, frame)
 
 
 class _Held(threading.local):

@@ -96,3 +96,21 @@ def test_interrupts_at_random_moments() -> None:
     cache.check()
     cache.clear()
     assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_a_second_interrupt_goes_through_where_the_block_may_be_left() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    reached = []
+
+    def insisting() -> None:
+        with InterruptsHeld(insist=True):
+            interrupt()
+            reached.append(1)
+            interrupt()
+            for _ in range(1000):
+                reached.append(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        insisting()
+    assert 1 <= len(reached) < 1000
+    assert signal.getsignal(signal.SIGINT) is handler

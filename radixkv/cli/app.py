@@ -1,4 +1,4 @@
-"""Commands, options and exit codes; the work is done in `radixkv.demo` and `radixkv.cli.info`."""
+"""Commands, options and exit codes; the work is done in `radixkv.demo`, `radixkv.bench` and `radixkv.cli.info`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,24 @@ class Format(str, Enum):
 
     table = "table"
     json = "json"
+
+
+class WorkloadName(str, Enum):
+    """The workloads of `bench`."""
+
+    system = "system"
+    few_shot = "few_shot"
+    chat = "chat"
+    tree = "tree"
+    none = "none"
+
+
+class WayName(str, Enum):
+    """What the engine is compared with."""
+
+    one_by_one = "one_by_one"
+    padded = "padded"
+    generate_batch = "generate_batch"
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Tables, or one JSON document on stdout.")]
@@ -172,6 +190,87 @@ def demo(
             _print_json(to_json(result, setting))
         else:
             from radixkv.demo.report import make_console, print_report
+
+            print_report(result, setting, make_console())
+        return EXIT_OK if result.same_tokens else EXIT_DIFFERS
+
+    return _guarded(work)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub id of a causal language model, instead of Gemma 3 270M.", metavar="PATH_OR_ID"
+        ),
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A small random model: nothing to download.")] = False,
+    workload: Annotated[
+        list[WorkloadName] | None,
+        typer.Option(help="Only this one; may be given again. Default: all.", show_default=False),
+    ] = None,
+    skip: Annotated[
+        list[WayName] | None,
+        typer.Option(help="Leave a way out, the slow ones say; may be given again.", show_default=False),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts of a round.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 16,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of a padded batch. Default: all of a round.", show_default=False),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences the engine runs at a time.")] = 64,
+    max_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one forward of the engine and of generate_batch.")
+    ] = 2048,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="KV memory of the engine, such as 1GiB. Default: a share of what is free.",
+            show_default=False,
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Run each workload so often, show medians.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch. Default: torch's own.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    output: FormatOption = Format.table,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds of chat and thoughts.")] = False,
+) -> int:
+    """The same prompts through generate, padded batches, generate_batch and the engine: time, memory, tokens.
+
+    Ends with exit code 1 if any of them gives other tokens.
+    """
+
+    def work() -> int:
+        from radixkv.bench import main
+
+        options = main.Options(
+            model=model,
+            tiny=tiny,
+            workloads=tuple(name.value for name in workload or ()),
+            skip=tuple(name.value for name in skip or ()),
+            requests=requests,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            memory=memory,
+            repeat=repeat,
+            threads=threads,
+            device=device,
+            quick=quick,
+        )
+        result, setting = main.run_bench(options)
+        if output is Format.json:
+            from radixkv.bench.report import to_json
+
+            _print_json(to_json(result, setting))
+        else:
+            from radixkv.bench.report import print_report
+            from radixkv.demo.report import make_console
 
             print_report(result, setting, make_console())
         return EXIT_OK if result.same_tokens else EXIT_DIFFERS

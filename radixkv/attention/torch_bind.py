@@ -1,0 +1,200 @@
+"""A step's plan as tensors: indices and masks, made once for all layers of a kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixkv.attention.torch_plan import Call, Int64s, PaddedCall, Round, Rows
+
+__all__ = ["MASKED", "Bands", "BoundCall", "BoundChunk", "BoundPadded", "BoundRound", "bind_rounds"]
+
+# A masked logit. Not minus infinity: a row that sees no key of a part gets a log-sum-exp so low that the merge
+# gives the part no weight, where infinities would make NaN.
+MASKED = -1e30
+
+# With a mask, the heads of a group are folded into rows up to so many rows: the mask is repeated for each head.
+_MAX_FOLDED_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BoundChunk:
+    """`Chunk` with its mask, `[1, 1, rows, keys]` of 0 and `MASKED`; None if the one row sees all keys."""
+
+    first_row: int
+    num_rows: int
+    first_key: int
+    num_keys: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCall:
+    """`Call` with tensors in the place of arrays.
+
+    `mask` is `[1, 1, rows, keys]`; `folded_mask` the same with each row repeated for the heads of a group, where
+    that is small.
+    """
+
+    first_row: int
+    num_rows: int
+    row_index: Tensor | None
+    slot: int
+    slots: Tensor | None
+    num_keys: int
+    mask: Tensor | None
+    folded_mask: Tensor | None
+    chunks: list[BoundChunk] | None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPadded:
+    """`PaddedCall` with tensors: `slots` is flat, `mask` `[rows, 1, 1, keys]` or None if all lengths are equal."""
+
+    first_row: int
+    num_rows: int
+    row_index: Tensor | None
+    slots: Tensor
+    num_keys: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRound:
+    """`Round` with tensors.
+
+    `order`, in round 0 only, says where each row's result lies among those of the calls put together.
+    """
+
+    calls: list[BoundCall | BoundPadded]
+    first_row: int
+    num_rows: int
+    row_index: Tensor | None
+    order: Tensor | None
+
+
+def as_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is seen, `MASKED` where it is hidden."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, MASKED)
+
+
+class _Binder:
+    def __init__(self, group: int, bands: Bands) -> None:
+        self.group, self.bands = group, bands
+        self.dtype, self.device = bands.dtype, bands.device
+
+    def tensor(self, array: Int64s) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def index(self, rows: Rows) -> Tensor | None:
+        return None if rows.index is None else self.tensor(rows.index)
+
+    def below(self, lows: Tensor, num_keys: int) -> Tensor:
+        """Mask of the keys before each row's first."""
+        hidden = torch.arange(num_keys, device=self.device) < lows[:, None]
+        return as_mask(hidden, self.dtype)
+
+    def call(self, call: Call) -> BoundCall:
+        mask = folded = None
+        if call.lows is not None:
+            plain = self.below(self.tensor(call.lows), call.num_keys)
+            mask = plain[None, None]
+            if 1 < self.group <= _MAX_FOLDED_ROWS // len(call.rows):
+                folded = plain.repeat_interleave(self.group, 0)[None, None]
+        chunks = None
+        if call.chunks is not None:
+            chunks = [
+                BoundChunk(
+                    chunk.start,
+                    chunk.stop - chunk.start,
+                    chunk.first_key,
+                    chunk.num_keys,
+                    self.bands.mask(chunk.stop - chunk.start, chunk.before),
+                )
+                for chunk in call.chunks
+            ]
+        slots = None if call.slots is None else self.tensor(call.slots)
+        rows = call.rows
+        return BoundCall(
+            rows.start, len(rows), self.index(rows), call.slot, slots, call.num_keys, mask, folded, chunks
+        )
+
+    def padded(self, call: PaddedCall) -> BoundPadded:
+        num_rows, num_keys = call.slots.shape
+        mask = None
+        if int(call.lens.min()) < num_keys:
+            hidden = torch.arange(num_keys, device=self.device) >= self.tensor(call.lens)[:, None]
+            mask = as_mask(hidden, self.dtype)[:, None, None]
+        slots = self.tensor(call.slots.reshape(-1))
+        return BoundPadded(call.rows.start, num_rows, self.index(call.rows), slots, num_keys, mask)
+
+
+class Bands:
+    """Masks of the diagonal for one window, cut from one tensor that grows when needed and is kept over steps.
+
+    Args:
+        window: Keys that a row sees, its own included.
+        dtype: Of the masks: that of the logits. The fused kernel takes a float32 mask with half precision, and
+            silently misreads one with float64.
+        device: Where they live.
+    """
+
+    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self.window, self.dtype, self.device = window, dtype, device
+        self._whole: Tensor | None = None
+        self._before = 0
+        self._cuts: dict[tuple[int, int], Tensor | None] = {}
+
+    def mask(self, num_rows: int, before: int) -> Tensor | None:
+        """Row j sees the keys up to `before + j`, the last `window` of them: `[1, 1, num_rows, before + num_rows]`.
+
+        None where that is all keys for each row.
+        """
+        if num_rows == 1 and (self.window is None or before < self.window):
+            return None
+        key = (num_rows, before)
+        if key not in self._cuts:
+            if len(self._cuts) >= 1024:
+                self._cuts.clear()
+            whole = self._grown(num_rows, before)
+            first = self._before - before
+            self._cuts[key] = whole[:, :, :num_rows, first : self._before + num_rows]
+        return self._cuts[key]
+
+    def _grown(self, num_rows: int, before: int) -> Tensor:
+        if self._whole is None or num_rows > self._whole.shape[2] or before > self._before:
+            rows = max(num_rows, 0 if self._whole is None else self._whole.shape[2])
+            self._before = max(before, 2 * self._before if self.window is None else before, 64)
+            row = torch.arange(rows, device=self.device)[:, None]
+            # Keys are counted from the first row's own.
+            key = torch.arange(-self._before, rows, device=self.device)
+            hidden = key > row
+            if self.window is not None:
+                hidden |= key <= row - self.window
+            self._whole = as_mask(hidden, self.dtype)[None, None]
+            self._cuts.clear()
+        return self._whole
+
+
+def bind_rounds(rounds: list[Round], group: int, bands: Bands) -> list[BoundRound]:
+    """Make the tensors of a plan.
+
+    Args:
+        rounds: From `plan_rounds`.
+        group: Query heads that read the same KV head.
+        bands: Masks of the diagonal for the layers' window; their dtype and device are those of all tensors made.
+    """
+    binder = _Binder(group, bands)
+    bound = []
+    for number, one in enumerate(rounds):
+        calls = [
+            binder.padded(call) if isinstance(call, PaddedCall) else binder.call(call) for call in one.calls
+        ]
+        order = None
+        if number == 0 and one.rows.index is not None:
+            order = binder.tensor(np.argsort(one.rows.index))
+        bound.append(BoundRound(calls, one.rows.start, len(one.rows), binder.index(one.rows), order))
+    return bound

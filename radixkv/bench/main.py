@@ -67,7 +67,10 @@ def run_bench(options: Options) -> tuple[BenchResult, dict[str, Any]]:
     for name in ("requests", "quick", "repeat", "max_num_seqs", "max_batched_tokens", "memory"):
         setting[name] = getattr(options, name)
     setting["batch_size"] = options.batch_size or options.requests
-    return _measure(options, model, tokenizer), setting
+    common, ways = make_ways(options, model, tokenizer)
+    engine = next(way.engine for way in ways if isinstance(way, EngineWay))
+    setting["fallback_reason"] = engine.fallback_reason
+    return _measure(options, Runner(common, tokenizer, ways, options.repeat), len(ways), tokenizer), setting
 
 
 def check(options: Options) -> None:
@@ -125,12 +128,12 @@ def find_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return tuple(sorted({*own, *demo.turn_end_ids(tokenizer)}))
 
 
-def _measure(options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BenchResult:
+def _measure(
+    options: Options, runner: Runner, num_ways: int, tokenizer: PreTrainedTokenizerBase
+) -> BenchResult:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    setting, ways = make_ways(options, model, tokenizer)
-    runner = Runner(setting, tokenizer, ways, options.repeat)
     chat_format, formatted = demo.make_chat_format(tokenizer)
     workloads = make_workloads(
         chat_format,
@@ -152,9 +155,7 @@ def _measure(options: Options, model: PreTrainedModel, tokenizer: PreTrainedToke
         runner.warm_up()
         bar.update(warm_up, completed=1, visible=False)
         tasks = {
-            w.name: bar.add_task(
-                w.title, total=w.num_rounds * len(ways) * options.repeat, way="", start=False
-            )
+            w.name: bar.add_task(w.title, total=w.num_rounds * num_ways * options.repeat, way="", start=False)
             for w in workloads
         }
         done = dict.fromkeys(tasks, 0)

@@ -91,6 +91,8 @@ def totals(result: BenchResult) -> dict[str, dict[str, float]]:
 
 def print_report(result: BenchResult, setting: dict[str, Any], console: Console) -> None:
     """One table for each workload, then the verdict."""
+    from rich.markup import escape
+
     limits = f"{setting['max_new_tokens']} new tokens at most, batches of {setting['batch_size']}"
     repeat = setting["repeat"]
     console.print(heading(setting), highlight=False)
@@ -98,6 +100,9 @@ def print_report(result: BenchResult, setting: dict[str, Any], console: Console)
         f"{limits}; {'medians of ' + str(repeat) + ' runs' if repeat > 1 else 'one run'}, each from a cold cache",
         highlight=False,
     )
+    if setting.get("fallback_reason"):
+        reason = escape(setting["fallback_reason"])
+        console.print(f"The engine forwards sequences one by one: {reason}", highlight=False, soft_wrap=True)
     for workload in result.workloads:
         console.print()
         console.print(table(workload))

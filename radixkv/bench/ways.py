@@ -212,13 +212,17 @@ class EngineWay:
         sampling = SamplingParams(max_new_tokens=setting.max_new_tokens, stop_token_ids=setting.end_ids)
         rids = [self.engine.add_request(prompt, sampling) for prompt in prompts]
         done: dict[Any, Any] = {}
-        peak = 0
+        peak, start = 0, _occupied(cache)
         while len(done) < len(rids):
+            nobody_ended = not done
             for output in self.engine.step():
                 if output.completion is not None:
                     done[output.rid] = output.completion
             # Blocks that only the cache holds are spare room: anybody who needs one takes it.
-            peak = max(peak, cache.num_blocks - cache.num_free_blocks - cache.num_evictable_blocks)
+            peak = max(peak, _occupied(cache) - cache.num_evictable_blocks)
+            if nobody_ended:
+                # Who ended in this step has given its blocks to the cache by now; they were new to it.
+                peak = max(peak, _occupied(cache) - start)
         completions = [done[rid] for rid in rids]
         problems = tuple(
             f"request {i + 1} ended with {c.finish_reason!r}{f': {c.error}' if c.error else ''}"
@@ -231,3 +235,8 @@ class EngineWay:
             hit_tokens=sum(c.num_cached_tokens for c in completions),
             problems=problems,
         )
+
+
+def _occupied(cache: Any) -> int:
+    """Blocks that are not free."""
+    return int(cache.num_blocks - cache.num_free_blocks)

@@ -16,6 +16,7 @@ class FakeEngine:
     ):
         self.model, self.options, self.changed, self.reason = model, options, changed, reason
         self.requests: list = []
+        self.fallback_reason = None
         self.cleared = 0
         self.cache = SimpleNamespace(
             num_blocks=100,

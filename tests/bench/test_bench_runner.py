@@ -164,6 +164,11 @@ def test_ratios_are_over_the_engine(run):
     assert ratio(WayResult("a", "a", reason="no"), engine, "wall") is None
 
 
+def test_an_engine_that_falls_back_says_why(run):
+    text = printed(run(StubWay("a"), StubWay("engine")), SETTING | {"fallback_reason": "it has [odd] masks"})
+    assert "The engine forwards sequences one by one: it has [odd] masks" in text
+
+
 def test_json_document(run):
     result = run(StubWay("one_by_one"), StubWay("padded"), StubWay("engine", change={4: [1]}))
     document = json.loads(json.dumps(to_json(result, SETTING)))

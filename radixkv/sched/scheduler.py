@@ -1,0 +1,650 @@
+"""From requests to steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.core.block_pool import BlockPool, checks_requested
+from radixkv.core.errors import InvalidRequestError
+from radixkv.core.namespace import Namespace
+from radixkv.core.radix_tree import RadixTree
+from radixkv.core.tokens import as_tokens
+from radixkv.sched.admission import Admission
+from radixkv.sched.assembly import assemble
+from radixkv.sched.books import Books
+from radixkv.sched.config import SchedulerConfig
+from radixkv.sched.decodes import append_some
+from radixkv.sched.plan import Chunk, Plan, next_chunk
+from radixkv.sched.preemption import Growth
+from radixkv.sched.request import FINISHED, RUNNING, SWAPPED, WAITING, Request, Sequence
+from radixkv.sched.scheduler_check import check_scheduler
+from radixkv.sched.stats import SchedulerStats
+from radixkv.sched.step import Completed, Step
+from radixkv.sched.waiting import insert_by_key
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Turns requests into steps: which tokens of which sequences a model computes next, and in which blocks.
+
+    It does not know the model. In a loop: `schedule` says what to do; the caller moves blocks, computes the tokens,
+    and samples; `complete` takes the sampled tokens, and publishes the KV that was written. If something went wrong
+    in between, `fail` puts everything back. One step is out at a time.
+
+        scheduler.add(prompt, max_new_tokens=16)
+        while scheduler.has_unfinished:
+            step = scheduler.schedule()
+            ...
+            scheduler.complete(step, tokens)
+
+    Running sequences decode first, then prompts go on, then others are admitted, all in order of arrival. A prompt
+    gets all its blocks when it is admitted, and is computed in chunks within the budget of tokens.
+
+    It is for one thread at a time. Others may use the tree meanwhile; the pool's lock is held during each call.
+
+    Args:
+        tree: Where prefixes are looked up and published; its pool has the blocks.
+        config: Limits and policies.
+        host_pool: Blocks of the host tier, for preemption by swap; None if there is none.
+
+    Raises:
+        InvalidRequestError: `preemption="swap"` without a host tier.
+
+    Sources: continuous batching by iteration: Yu et al., Orca, 2022. Preemption: Kwon et al., vLLM, 2023
+    (arXiv:2309.06180). Chunked prefill: Agrawal et al., Sarathi-Serve, 2024 (arXiv:2403.02310).
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        config: SchedulerConfig | None = None,
+        host_pool: BlockPool | None = None,
+    ) -> None:
+        config = config or SchedulerConfig()
+        if config.preemption == "swap" and host_pool is None:
+            raise InvalidRequestError(
+                'preemption="swap" needs a host tier: pass host_pool, or use "recompute"'
+            )
+        self._tree = tree
+        self._pool = tree.pool
+        self._config = config
+        self._books = books = Books(tree, config, host_pool)
+        self._rows = books.rows
+        self._admission = Admission(books)
+        self._growth = Growth(books, self._admission)
+        self._requests: dict[Hashable, Request] = {}
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._step: Step | None = None  # the one that is out
+        self._checks = checks_requested()
+
+    def __repr__(self) -> str:
+        return (
+            f"Scheduler(running={self.num_running}, waiting={self.num_waiting}, swapped={self.num_swapped})"
+        )
+
+    # -- numbers ---------------------------------------------------------------------------------------------
+
+    @property
+    def tree(self) -> RadixTree:
+        """Where prefixes are looked up and published."""
+        return self._tree
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Limits and policies."""
+        return self._config
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether some request is not finished."""
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row."""
+        return self._books.num[RUNNING]
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait to start, or to be computed again."""
+        return self._books.num[WAITING]
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences that wait in the host tier."""
+        return self._books.num[SWAPPED]
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """A snapshot of the counters. O(blocks that running sequences hold)."""
+        with self._pool.lock:
+            return self._books.counters.snapshot(*self._books.used_slots())
+
+    def sequence(self, row: int) -> Sequence:
+        """The sequence that has this row.
+
+        Raises:
+            InvalidRequestError: No sequence has it.
+        """
+        seq = self._rows.seqs[row] if 0 <= row < len(self._rows.seqs) else None
+        if seq is None:
+            raise InvalidRequestError(f"no sequence has row {row}")
+        return seq
+
+    def request(self, rid: Hashable) -> Request:
+        """The unfinished request of that name.
+
+        Raises:
+            InvalidRequestError: There is none.
+        """
+        if rid not in self._requests:
+            raise InvalidRequestError(f"there is no unfinished request {rid!r}")
+        return self._requests[rid]
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        tokens: Any,
+        *,
+        max_new_tokens: int,
+        namespace: Namespace = b"",
+        n: int = 1,
+        rid: Hashable | None = None,
+    ) -> Request:
+        """Queue a prompt. At any moment, also while a step is out.
+
+        Args:
+            tokens: The prompt, at least one token.
+            max_new_tokens: Tokens to generate; a sequence that has them ends with "length".
+            namespace: What must be equal beside the tokens for KV to be shared.
+            n: Completions. They share the prompt's blocks; the prompt is computed once.
+            rid: What to call it; its arrival rank if None.
+
+        Raises:
+            InvalidRequestError: Something of it makes no sense, or it can never fit. Nothing is changed.
+        """
+        prompt = as_tokens(tokens).copy()
+        n = _require_count("n", n)
+        max_new_tokens = _require_count("max_new_tokens", max_new_tokens)
+        config, size = self._config, self._tree.block_size
+        if not len(prompt):
+            raise InvalidRequestError("the prompt is empty: give at least one token, such as a begin token")
+        if n > config.max_num_seqs:
+            raise InvalidRequestError(
+                f"n={n} sequences never run at once: max_num_seqs is {config.max_num_seqs}"
+            )
+        if config.max_seq_len is not None and len(prompt) >= config.max_seq_len:
+            raise InvalidRequestError(
+                f"a prompt of {len(prompt)} tokens leaves no room for output: max_seq_len is {config.max_seq_len}"
+            )
+        needed, have = -(-len(prompt) // size), self._pool.num_blocks
+        if needed > have:
+            raise InvalidRequestError(
+                f"a prompt of {len(prompt)} tokens needs {needed} blocks of {size}, the pool has {have}: "
+                f"raise num_blocks or shorten the prompt"
+            )
+        rid = self._num_arrived if rid is None else rid
+        if rid in self._requests:
+            raise InvalidRequestError(f"there is an unfinished request {rid!r} already")
+        request = Request(rid, prompt, namespace, max_new_tokens, n, self._num_arrived)
+        with self._pool.lock:
+            request.sequences = [Sequence(self, request, i, prompt) for i in range(n)]
+            first = request.sequences[0]
+            first._followers = request.sequences[1:]
+            for follower in first._followers:
+                follower._leader = first
+            self._admission.queue.add(first)
+            self._books.num[WAITING] += n
+            self._requests[rid] = request
+            self._num_arrived += 1
+        return request
+
+    def abort(self, rid: Hashable) -> bool:
+        """End a request, whatever it is doing; all its blocks are given back at once.
+
+        While a step is out that it takes part in, they are given back when that step is complete or failed.
+
+        Returns:
+            Whether there was an unfinished request of that name.
+        """
+        request = self._requests.get(rid)
+        if request is None:
+            return False
+        with self._pool.lock:
+            # Those that would fork from another one first.
+            for seq in sorted(request.sequences, key=lambda seq: seq._leader is None):
+                if seq.state != FINISHED:
+                    self._end(seq, "abort", publish=False)
+            self._settle()
+        return True
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence between two steps; what it has computed stays cached.
+
+        Raises:
+            InvalidRequestError: It is finished already, or a step is out.
+        """
+        self._require_no_step("finish")
+        if seq.state == FINISHED:
+            raise InvalidRequestError(f"{seq} is finished already")
+        with self._pool.lock:
+            self._end(seq, reason, publish=True)
+            self._settle()
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A new sequence of the same request, with the same tokens; whatever the two have in common is shared.
+
+        If it runs, so does its fork. They share all blocks, a partly filled last one too, which the first of them
+        that writes to it copies. If it has not computed its known tokens yet, the fork waits for that. The fork of
+        one that waits, or is swapped out, waits by itself, and finds what is cached by then.
+
+        Raises:
+            InvalidRequestError: No row is free, it is finished, or a step is out.
+        """
+        self._require_no_step("fork")
+        if seq.state == FINISHED:
+            raise InvalidRequestError(f"{seq} is finished: it cannot be forked")
+        if seq.state == RUNNING and not self._rows.num_free:
+            raise InvalidRequestError(
+                f"no row is free for a fork: {self.num_running} sequences run, max_num_seqs is "
+                f"{self._config.max_num_seqs}"
+            )
+        with self._pool.lock:
+            request, books = seq.request, self._books
+            child = Sequence(self, request, len(request.sequences), seq.all_tokens())
+            request.sequences.append(child)
+            books.num[WAITING] += 1
+            if seq.state != RUNNING:
+                self._admission.queue.add(child)
+                return child
+            child._started = True
+            leader = seq if seq._prefilling else seq._leader
+            if leader is not None:
+                child._leader = leader
+                insert_by_key(leader._followers, child)
+                books.take_row(child)
+                books.set_state(child, RUNNING)
+            else:
+                books.take_row(child)
+                books.set_state(child, RUNNING)
+                self._share_blocks(seq, child)
+                books.start_decoding(child)
+            books.epoch += 1
+            self._settle()
+        return child
+
+    def restart(self, key_of: Callable[[Request], Namespace] | None = None) -> None:
+        """The weights have changed: nothing that was computed so far may be used.
+
+        Every sequence that runs or is swapped out gives its blocks back, without publishing anything, and waits to
+        be computed again, with the tokens that it has. What the tree holds already is not touched: give requests a
+        new namespace, or clear the tree.
+
+        Args:
+            key_of: The namespace of each unfinished request from now on; None to leave them as they are.
+
+        Raises:
+            InvalidRequestError: A step is out.
+        """
+        self._require_no_step("restart")
+        books, queue = self._books, self._admission.queue
+        names = {} if key_of is None else {rid: key_of(request) for rid, request in self._requests.items()}
+        with self._pool.lock:
+            for seq in books.running():
+                self._admission.leave_pending(seq)
+                seq._high_water = max(seq._high_water, seq.num_computed)
+                books.stop(seq)
+                books.release(seq)
+                books.set_state(seq, WAITING)
+                for follower in seq._followers:
+                    books.give_row_back(follower)
+                    books.set_state(follower, WAITING)
+                queue.add(seq)
+            waiting = queue.ready()  # nobody is parked: there is nobody to wait for
+            for seq in waiting:
+                queue.discard(seq)
+                if seq.state == SWAPPED:
+                    books.release_host(seq)
+                    books.set_state(seq, WAITING)
+            for rid, name in names.items():
+                self._requests[rid].set_namespace(name)
+            for seq in waiting:
+                queue.add(seq)
+            self._settle()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """What to do next; None if there is nothing to do.
+
+        The caller carries out the step's moves, in the order in which `Step` names them, then its forward, and
+        calls `complete`, or `fail`. Never raises for lack of blocks.
+
+        Raises:
+            InvalidRequestError: The step before is neither complete nor failed.
+        """
+        self._require_no_step("schedule")
+        plan = Plan()
+        with self._pool.lock:
+            try:
+                budget = self._config.max_batched_tokens
+                budget -= self._growth.plan(plan, budget)
+                for seq in self._books.prefilling:
+                    if budget <= 0:
+                        break
+                    plan.chunks.append(next_chunk(seq, seq.num_computed, budget))
+                    budget -= plan.chunks[-1].num_tokens
+                if not plan.short:
+                    self._admission.admit(plan, budget)
+                if plan.is_empty:
+                    assert not self._books.anybody_runs, "sequences run, but none can go on"
+                    return None
+                step = assemble(self._books, plan, self._num_steps)
+            except BaseException:
+                self._undo(plan)
+                raise
+            finally:
+                for seq in plan.finished:
+                    self._forget(seq.request)
+            self._num_steps += 1
+            self._step = step
+            self._settle()
+        return step
+
+    def complete(
+        self, step: Step, tokens: npt.NDArray[np.int64] | Any, finished: Mapping[int, str] | None = None
+    ) -> Completed:
+        """The step was carried out. Publishes the KV that it wrote.
+
+        Args:
+            step: What `schedule` returned.
+            tokens: `int64[N]`, one sampled token for each entry of `step.sampling`.
+            finished: Why sequences end with this token, by index into `step.sampling`. Those that have all the
+                tokens they may have end with "length" by themselves.
+
+        Raises:
+            InvalidRequestError: It is not the step that is out, or the tokens make no sense. Nothing is changed.
+        """
+        self._require_step(step)
+        sampled = as_tokens(tokens)
+        if len(sampled) != len(step.sampling):
+            raise InvalidRequestError(f"the step samples {len(step.sampling)} tokens, got {len(sampled)}")
+        reasons = dict(finished or {})
+        if reasons and not all(0 <= at < len(sampled) for at in reasons):
+            raise InvalidRequestError(f"finished names {sorted(reasons)}, of {len(sampled)} sampled tokens")
+        plan, books = step.plan, self._books
+        with self._pool.lock:
+            self._step = None
+            ignored = (
+                [i for i, seq in enumerate(step.sampling_seqs) if seq.state == FINISHED]
+                if plan.aborted
+                else []
+            )
+            self._carried_out(plan)
+            books.counters.computed_tokens += step.num_tokens
+            num = step.num_decodes
+            ended: list[tuple[Sequence, str]] = []
+            if num:
+                self._complete_decodes(plan, sampled[:num], reasons, ended)
+            forked: list[Sequence] = []
+            for chunk in plan.chunks:
+                num += self._complete_chunk(chunk, sampled, num, reasons, ended, forked)
+            for seq, reason in ended:
+                self._end(seq, reason, publish=True)
+            self._release_aborted(plan)
+            self._settle()
+        return Completed([seq for seq, _ in ended], forked, ignored)
+
+    def fail(self, step: Step) -> None:
+        """The step was not carried out, or not to its end: everything is as before it, and nothing is published.
+
+        Two things stand, because they need no step: sequences that were preempted by recompute, and those that
+        ended with "capacity".
+
+        Raises:
+            InvalidRequestError: It is not the step that is out.
+        """
+        self._require_step(step)
+        with self._pool.lock:
+            self._step = None
+            self._undo(step.plan)
+            self._settle()
+
+    # -- for tests -------------------------------------------------------------------------------------------
+
+    def check(self, exclusive: bool = False) -> None:
+        """Raise `CacheCorruptionError`, with values, at the first invariant broken. For tests.
+
+        Args:
+            exclusive: Nobody else holds blocks of the pool, so that every reference must be accounted for.
+        """
+        with self._pool.lock:
+            check_scheduler(self, exclusive)
+
+    # -- inner -----------------------------------------------------------------------------------------------
+
+    def _complete_decodes(
+        self,
+        plan: Plan,
+        tokens: npt.NDArray[np.int64],
+        reasons: dict[int, str],
+        ended: list[tuple[Sequence, str]],
+    ) -> None:
+        books, decodes, rows = self._books, plan.decodes, self._rows
+        assert decodes is not None
+        seqs = decodes.seqs
+        if plan.keep is None:
+            decodes.append(tokens)
+            at = decodes.rows
+            maybe = decodes.steps_left <= 0
+        else:
+            at = decodes.rows[plan.keep]
+            append_some(rows, at, tokens)
+            seqs = [seqs[i] for i in plan.keep.tolist()]
+            books.decodes_changed()
+            maybe = True
+        full = (rows.known[at] >= rows.limit[at]).nonzero()[0].tolist() if maybe else []
+        if full or reasons:
+            num = len(tokens)
+            for i in sorted({*full, *(i for i in reasons if i < num)}):
+                if seqs[i].state == RUNNING:
+                    ended.append((seqs[i], reasons.get(i, "length")))
+
+    def _complete_chunk(
+        self,
+        chunk: Chunk,
+        tokens: npt.NDArray[np.int64],
+        first: int,
+        reasons: dict[int, str],
+        ended: list[tuple[Sequence, str]],
+        forked: list[Sequence],
+    ) -> int:
+        """One chunk is computed; how many tokens were sampled for it, the first of which is `tokens[first]`."""
+        books, rows = self._books, self._rows
+        seq, start, num_tokens, num_samples = chunk
+        end = start + num_tokens
+        if seq.state == FINISHED:  # aborted meanwhile
+            return num_samples
+        books.counters.recomputed_tokens += max(0, min(end, seq._high_water) - start)
+        rows.computed[seq.row] = end
+        books.publish(seq, with_tail=False)
+        if not num_samples:
+            if seq._waiters:
+                self._admission.queue.wake(seq, end)
+            return 0
+        self._admission.leave_pending(seq)
+        books.stop(seq)
+        followers, seq._followers = seq._followers, []
+        for follower in followers:
+            follower._leader = None
+            self._share_blocks(seq, follower)
+            forked.append(follower)
+        for i, each in enumerate((seq, *followers), first):
+            books.start_decoding(each)
+            rows.append(each.row, tokens.item(i))
+            if i in reasons or rows.known.item(each.row) >= rows.limit.item(each.row):
+                ended.append((each, reasons.get(i, "length")))
+        return num_samples
+
+    def _share_blocks(self, seq: Sequence, child: Sequence) -> None:
+        """`child`, which has a row, goes on where `seq` is."""
+        rows = self._rows
+        table = rows.table(seq.row).copy()
+        self._pool.retain(table)
+        rows.set_table(child.row, table)
+        rows.computed[child.row] = computed = rows.computed.item(seq.row)
+        child._high_water = computed
+        if computed % self._tree.block_size:
+            rows.set_shared(seq.row, True)
+            rows.set_shared(child.row, True)
+
+    def _end(self, seq: Sequence, reason: str, publish: bool) -> None:
+        """End a sequence, in whatever state it is."""
+        books, admission, queue = self._books, self._admission, self._admission.queue
+        plan = None if self._step is None else self._step.plan
+        if seq._leader is not None:  # it has no blocks yet
+            seq._leader._followers.remove(seq)
+            seq._leader = None
+            if seq.row >= 0:
+                books.give_row_back(seq)
+        elif seq.state == RUNNING and seq._followers:
+            self._promote(seq)
+        elif seq.state == RUNNING:
+            if seq._prefilling:
+                admission.leave_pending(seq)
+            books.stop(seq)
+            if plan is not None and self._is_in_step(seq):
+                plan.aborted.append((seq, seq.all_tokens()))
+            else:
+                if publish:
+                    books.publish(seq, with_tail=True)
+                books.release(seq)
+        else:
+            if seq._blocker is not None:
+                queue.unpark(seq)
+            else:
+                queue.discard(seq)
+            if seq.row >= 0:  # it is being swapped out
+                assert plan is not None
+                plan.aborted.append((seq, seq.all_tokens()))
+            else:
+                books.release_host(seq)
+            if seq._followers:
+                first, *others = seq._followers
+                seq._followers = []
+                self._lead(first, others)
+                queue.add(first)
+        books.set_state(seq, FINISHED)
+        seq.finish_reason = reason
+        self._forget(seq.request)
+
+    def _promote(self, seq: Sequence) -> None:
+        """Of those that wait for one to compute their tokens, the first takes its place, its row and its blocks."""
+        books, rows, pending = self._books, self._rows, self._admission.pending
+        first, *others = seq._followers
+        seq._followers = []
+        books.stop(seq)
+        first.row, seq.row = seq.row, first.row
+        rows.seqs[first.row], rows.seqs[seq.row] = first, seq
+        first._high_water = seq._high_water
+        pending.replace(seq, first)
+        first._waiters, seq._waiters = seq._waiters, []
+        for _, waiter in first._waiters:
+            waiter._blocker = first
+        self._lead(first, others)
+        books.start_prefilling(first)
+        books.give_row_back(seq)
+
+    def _lead(self, first: Sequence, others: list[Sequence]) -> None:
+        """The others will fork from the first."""
+        first._leader = None
+        first._followers = others
+        for other in others:
+            other._leader = first
+
+    def _is_in_step(self, seq: Sequence) -> bool:
+        return self._step is not None and bool((self._step.rows == seq.row).any())
+
+    def _carried_out(self, plan: Plan) -> None:
+        """What the step read need not be kept for it any longer."""
+        books = self._books
+        counters = books.counters
+        read = [copied.old for copied in plan.copied] + [block for block, _ in plan.tails]
+        if read:
+            self._pool.release(read)
+            counters.cow_copies += len(read)
+        for leaving in plan.leaving:
+            self._growth.has_left(leaving)
+        for host, _ in plan.swap_in:
+            counters.swapped_in_blocks += len(host)
+        for seq, is_first in plan.entered:
+            books.release_host(seq)
+            if is_first and seq.request._first is seq:
+                counters.admissions += 1
+                counters.prompt_tokens += len(seq.request.tokens)
+                counters.hit_tokens += seq.request.num_cached_tokens
+        counters.steps += 1
+
+    def _undo(self, plan: Plan) -> None:
+        """Put back what a step that is not carried out has changed."""
+        books, rows = self._books, self._rows
+        for row, place, old, new in plan.copied:
+            rows.tables[row, place] = old
+            self._pool.release(new)
+        for at, blocks in plan.grown:
+            rows.num_blocks[at] -= 1
+            self._pool.release(blocks)
+        for row in plan.unshared:
+            rows.set_shared(row, True)
+        if plan.tails:
+            self._pool.release([block for block, _ in plan.tails])
+        for entered in reversed(plan.entered):
+            if entered.seq.state != FINISHED:
+                self._admission.take_back(entered)
+        for leaving in reversed(plan.leaving):
+            if leaving.seq.state != FINISHED:
+                self._growth.take_back(leaving)
+        self._release_aborted(plan)
+        books.decodes_changed()
+        books.epoch += 1
+
+    def _release_aborted(self, plan: Plan) -> None:
+        """Those that were aborted while the step was out give back their rows and blocks."""
+        for seq, tokens in plan.aborted:
+            if seq.row >= 0:
+                self._books.release(seq)
+            self._books.release_host(seq)
+            seq._tokens = tokens
+
+    def _forget(self, request: Request) -> None:
+        """If all of a request is finished, its name may be used again."""
+        if all(seq.state == FINISHED for seq in request.sequences):
+            self._requests.pop(request.rid, None)
+
+    def _settle(self) -> None:
+        """The end of every change."""
+        self._books.drop_uncached()
+        if self._checks:
+            self.check()
+
+    def _require_no_step(self, what: str) -> None:
+        if self._step is not None:
+            raise InvalidRequestError(f"{what}: {self._step} is out: complete or fail it first")
+
+    def _require_step(self, step: Step) -> None:
+        if step is not self._step or step is None:
+            out = "no step is out" if self._step is None else f"{self._step} is out"
+            raise InvalidRequestError(f"{step!r} is not the step to end: {out}")
+
+
+def _require_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise InvalidRequestError(f"{name} must be an integer of at least 1, got {value!r}")
+    return int(value)

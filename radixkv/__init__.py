@@ -16,6 +16,9 @@ _HOME = {
     "BlockPool": "radixkv.core.block_pool",
     "BlockTable": "radixkv.core.block_table",
     "CacheStats": "radixkv.observe.stats",
+    "Completion": "radixkv.engine.completion",
+    "Engine": "radixkv.engine.engine",
+    "EngineStats": "radixkv.engine.stats",
     "InsertResult": "radixkv.core.radix_tree",
     "KVLayout": "radixkv.store.layout",
     "KVStore": "radixkv.store.kv_store",
@@ -25,7 +28,12 @@ _HOME = {
     "PrefixCache": "radixkv.cache.prefix_cache",
     "RadixTree": "radixkv.core.radix_tree",
     "RequestStats": "radixkv.observe.stats",
+    "SamplingParams": "radixkv.engine.sampling_params",
+    "Scheduler": "radixkv.sched.scheduler",
+    "SchedulerConfig": "radixkv.sched.config",
+    "SchedulerStats": "radixkv.sched.stats",
     "Tail": "radixkv.core.radix_tree",
+    "TokenOutput": "radixkv.engine.completion",
 }
 
 __all__ = [*sorted(_HOME), "__version__", "errors"]
@@ -52,6 +60,13 @@ if TYPE_CHECKING:
     from radixkv.core.block_pool import BlockPool
     from radixkv.core.block_table import BlockCopy, BlockTable
     from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail
+    from radixkv.engine.completion import Completion, TokenOutput
+    from radixkv.engine.engine import Engine
+    from radixkv.engine.sampling_params import SamplingParams
+    from radixkv.engine.stats import EngineStats
     from radixkv.observe.stats import CacheStats, RequestStats
+    from radixkv.sched.config import SchedulerConfig
+    from radixkv.sched.scheduler import Scheduler
+    from radixkv.sched.stats import SchedulerStats
     from radixkv.store.kv_store import KVStore
     from radixkv.store.layout import KVLayout, LayerLayout

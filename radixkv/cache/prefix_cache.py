@@ -464,7 +464,7 @@ class PrefixCache:
         return self._need_plug()
 
     def register_key(self, namespace: Namespace, key: bytes) -> None:
-        """Say that entries under the tree namespace `key` belong to a user's namespace, for `clear`."""
+        """Say that entries under the tree namespace `key` belong to a user's namespace, so that `clear` finds them."""
         with self._lock:
             self._keys_of.setdefault(canonical_namespace(namespace), set()).add(key)
 

@@ -225,6 +225,21 @@ class Scheduler:
             self._settle()
         return True
 
+    def drop(self, seq: Sequence, reason: str) -> None:
+        """End one sequence at any moment, also while a step is out; what that step computes of it is not cached.
+
+        For a sequence whose computation failed. Those that wait to fork from it (`Step.sequences_of`) are to be
+        dropped first, or one of them takes its place.
+
+        Raises:
+            InvalidRequestError: It is finished already.
+        """
+        if seq.state == FINISHED:
+            raise InvalidRequestError(f"{seq} is finished already")
+        with self._pool.lock:
+            self._end(seq, reason, publish=False)
+            self._settle()
+
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence between two steps; what it has computed stays cached.
 

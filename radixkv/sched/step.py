@@ -117,6 +117,32 @@ class Step:
         """Sequences that ended with "capacity" when this step was made."""
         return self.plan.finished
 
+    def select(self, entry: int) -> Step:
+        """One entry of this step as a step of its own, without moves: to find out which of them a model fails on."""
+        start, stop = self.query_starts[entry], self.query_starts[entry + 1]
+        only, tokens = slice(entry, entry + 1), slice(start, stop)
+        return Step(
+            number=self.number,
+            rows=self.rows[only],
+            num_decodes=int(entry < self.num_decodes),
+            query_lens=self.query_lens[only],
+            query_starts=np.array([0, stop - start], np.int32),
+            context_lens=self.context_lens[only],
+            token_ids=self.token_ids[tokens],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            block_tables=self.block_tables[only],
+            sampling=np.zeros(int((self.sampling == entry).any()), np.int32),
+            plan=self.plan,
+        )
+
+    def sequences_of(self, entry: int) -> list[Sequence]:
+        """The sequence that an entry computes, behind those that wait to fork from it."""
+        if entry < self.num_decodes:
+            return [self.plan.sampling_seqs[entry]]
+        seq = self.plan.chunks[entry - self.num_decodes].seq
+        return [*seq._followers, seq]
+
     def __repr__(self) -> str:
         return (
             f"Step({self.number}, decodes={self.num_decodes}, entries={self.num_seqs}, "

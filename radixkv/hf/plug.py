@@ -42,6 +42,7 @@ from radixkv.hf.explicit import ExplicitSession, SessionCache
 from radixkv.hf.fill import Filler
 from radixkv.hf.guard import GenerateGuard, guard_prompt, place
 from radixkv.hf.layers import SessionLayer
+from radixkv.hf.own_forward import in_own_forward
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
 from radixkv.hf.support import base_of, check_supported, unwrap_model
@@ -300,13 +301,18 @@ class HFPlug:
 
     # -- the hook on the model ------------------------------------------------------------------------------
 
+    @property
+    def _stand_aside(self) -> bool:
+        """Whether radixkv itself makes this thread's forward: none of the hooks' business."""
+        return self._fill.running or in_own_forward()
+
     def _enter_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._fill.running:
+        if not self._stand_aside:
             self._abandon()
             self._here.outer = (args, kwargs)
 
     def _leave_model(self, *_: Any) -> None:
-        if not self._fill.running:
+        if not self._stand_aside:
             self._here.outer = None
             self._abandon()
 
@@ -333,7 +339,7 @@ class HFPlug:
     def _before_base(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._fill.running or module is not self.base:  # a copy of the model has copies of the hooks
+        if self._stand_aside or module is not self.base:  # a copy of the model has copies of the hooks
             return None
         self._abandon()
         # An interrupt may have left these behind: torch runs no hooks after a KeyboardInterrupt.
@@ -357,7 +363,7 @@ class HFPlug:
         return None if edited is None else ((), edited)
 
     def _after_base(self, module: Any, args: Any, output: Any) -> None:
-        if self._fill.running or module is not self.base:
+        if self._stand_aside or module is not self.base:
             return
         if self._here.passed_through:
             # The cache that the model made itself comes back with the next token: not a new bypass.

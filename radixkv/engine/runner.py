@@ -1,0 +1,190 @@
+"""Forwarding a step of the scheduler through a transformers model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from radixkv.attention import AttentionBackend, AttentionBatch, AttentionSpec, make_backend
+from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
+from radixkv.engine.gathered import gathered_cache
+from radixkv.engine.runner_probe import RunnerProbe
+from radixkv.hf.compat import ForwardCall, text_config
+from radixkv.hf.own_forward import own_forward
+from radixkv.hf.paged import LayerKind, PagedForward, PoolWriter, Routing, attention_configs
+from radixkv.hf.rope import RopeRule
+from radixkv.hf.support import base_of, unwrap_model
+from radixkv.sched.step import Step
+from radixkv.store.kv_store import KVStore
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Runs steps on a causal LM of transformers, whose KV lives in a pool.
+
+    All sequences of a step go through the model as one row of tokens without padding, each layer's attention
+    is computed by a backend from the pool, and the head sees the last token of each sequence that samples.
+    Whether the model bears that is found out once, by comparing a small ragged batch with plain forwards. A
+    model that does not runs one sequence at a time instead.
+
+    The model object stays as it is found, whatever happens in a forward.
+
+    Args:
+        model: A causal LM of transformers, or a PEFT wrapper around one.
+        store: The pool, made for this model.
+        backend: An attention backend, or the name of one.
+
+    Attributes:
+        fallback_reason: Why the model runs one sequence at a time; None if it does not.
+        rope: Up to which length keys stay right. Nothing here refuses longer sequences.
+        vocab_size: Logits of each token; may exceed the number of token ids.
+
+    Raises:
+        InvalidRequestError: No transformers model, or it does not fit the store.
+        UnsupportedModelError: Not even one sequence at a time gives the logits of a plain forward.
+    """
+
+    def __init__(self, model: Any, store: KVStore, backend: AttentionBackend | str = "auto") -> None:
+        self.model = unwrap_model(model)
+        _refuse_prompt_learning(model)
+        self.store = store
+        device = store.layout.device
+        if next(self.model.parameters()).device != device:
+            raise InvalidRequestError(
+                f"the pool is on {device}, the model is not: make a pool for this model"
+            )
+        self.backend = make_backend(backend, device) if isinstance(backend, str) else backend
+        self.rope = RopeRule.of(self.model)
+        self.vocab_size = int(text_config(self.model).vocab_size)
+        self.fallback_reason: str | None = None
+        self._base = base_of(self.model)
+        self._call = ForwardCall(self.model)
+        self._base_call = ForwardCall(self._base)
+        self._configs = attention_configs(self.model)
+        self._writer = PoolWriter(store)
+        self._kinds: dict[Any, LayerKind] = {}
+        self._specs: list[AttentionSpec] = []
+        self._picks_logits = self._call.accepts("logits_to_keep")
+        self._find_out()
+
+    def execute(self, step: Step) -> Tensor:
+        """Run the forward of a step. Block moves are the caller's, and come first.
+
+        Args:
+            step: From the scheduler.
+
+        Returns:
+            float32 `[k, vocab_size]`: logits after the last token of each distinct entry of `step.sampling`,
+            in ascending order of entries. On the device of the model.
+        """
+        if len(step.token_ids) == 0:
+            return torch.empty(0, self.vocab_size, device=self.store.layout.device)
+        entries = np.unique(step.sampling)
+
+        def forward() -> Tensor:
+            if self.fallback_reason is None:
+                return self._flattened(self.store, self._writer, step, entries)
+            return self._one_by_one(self.store, step, entries)
+
+        with torch.no_grad():  # not inference mode: what a model keeps of a forward must stay usable
+            return own_forward(forward).float()
+
+    # -- one row of tokens ------------------------------------------------------------------------------------
+
+    def _flattened(
+        self, store: KVStore, writer: PoolWriter, step: Step, entries: npt.NDArray[np.int32]
+    ) -> Tensor:
+        device = store.layout.device
+        last = step.query_starts[entries + 1].astype(np.int64) - 1
+        inputs = _to_device(device, step.token_ids, step.positions, step.slot_mapping, last)
+        ids, positions, slots, keep = inputs
+        writer.aim(step.slot_mapping, slots)
+        batch = AttentionBatch(
+            step.query_starts, step.context_lens, step.block_tables, store.block_size, step.num_decodes
+        )
+        self.backend.plan(batch, self._specs)
+        forward = PagedForward(store, self.backend, self._kinds, writer)
+        routing = Routing(self._configs, forward)
+        logits: Tensor = routing.around(
+            lambda: self._forward(ids[None], positions[None], forward.cache, keep)
+        )
+        forward.check_complete()
+        return logits
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: Any, keep: Tensor | int) -> Tensor:
+        """Logits `[k, vocab]` at the positions `keep` (or of the last so many) of one row."""
+        sampled = keep if isinstance(keep, int) else keep.shape[0]
+        call = self._call if sampled else self._base_call
+        arguments: dict[str, Any] = {"input_ids": ids, call.cache_name: cache, "use_cache": True}
+        if call.accepts("position_ids"):
+            arguments["position_ids"] = positions
+        if not sampled:  # in the middle of prompts: nothing is asked of the head
+            self._base(**arguments)
+            return ids.new_empty(0, self.vocab_size, dtype=torch.float32)
+        if self._picks_logits:
+            arguments["logits_to_keep"] = keep
+        output = self.model(**arguments)
+        logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        if not self._picks_logits:
+            logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+        return logits[0]
+
+    # -- one sequence at a time -------------------------------------------------------------------------------
+
+    def _one_by_one(self, store: KVStore, step: Step, entries: npt.NDArray[np.int32]) -> Tensor:
+        ids, positions = _to_device(store.layout.device, step.token_ids, step.positions)
+        sampled = set(entries.tolist())
+        rows: list[Tensor] = []
+        for entry, stop in enumerate(step.context_lens.tolist()):
+            a, b = int(step.query_starts[entry]), int(step.query_starts[entry + 1])
+            cache = gathered_cache(self.model, store, step.block_tables[entry], stop - (b - a), stop)
+            keep = 1 if entry in sampled else 0
+            rows.append(self._forward(ids[None, a:b], positions[None, a:b], cache, keep))
+        return torch.cat([row.float() for row in rows])
+
+    # -- which of them ----------------------------------------------------------------------------------------
+
+    def _find_out(self) -> None:
+        """Choose between the two ways by trying them on a small pool."""
+        probe = RunnerProbe(self.model, self.store)
+        try:
+            self._kinds = probe.survey(self._configs, self.backend)
+            self._specs = list(dict.fromkeys(kind.spec for kind in self._kinds.values()))
+            self._try_flattened(probe)
+        except UnsupportedModelError as error:
+            self.fallback_reason = str(error)
+            self._kinds, self._specs = {}, []
+            self._picks_logits = self._call.accepts("logits_to_keep")
+            probe.check(self._one_by_one, "a forward over its KV in the pool")
+
+    def _try_flattened(self, probe: RunnerProbe) -> None:
+        def run(store: KVStore, step: Step, entries: npt.NDArray[np.int32]) -> Tensor:
+            return self._flattened(store, PoolWriter(store), step, entries)
+
+        way = "a forward over several sequences in one row"
+        try:
+            probe.check(run, way)
+        except UnsupportedModelError:
+            if not self._picks_logits:
+                raise
+            self._picks_logits = False  # it may just not take a tensor there
+            probe.check(run, way)
+
+
+def _to_device(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:
+    """int64 arrays as tensors, in one transfer."""
+    joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
+    return list(joined.split([len(array) for array in arrays]))
+
+
+def _refuse_prompt_learning(model: Any) -> None:
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            "prompt and prefix tuning put virtual tokens before every prompt, which an engine does not know of"
+        )

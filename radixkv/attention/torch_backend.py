@@ -9,7 +9,7 @@ from torch import Tensor
 
 from radixkv.attention.interface import AttentionBatch, AttentionSpec
 from radixkv.attention.merge import apply_sinks, merge_in_place
-from radixkv.attention.torch_bind import Bands, BoundPadded, BoundRound, bind_rounds
+from radixkv.attention.torch_bind import Bands, BoundPadded, BoundRound, Scratch, bind_rounds
 from radixkv.attention.torch_kernels import FlashLayer, LayerKernel, MathLayer, flash_can_run
 from radixkv.attention.torch_plan import Costs, Round, StepTables, plan_rounds
 from radixkv.core.errors import InvalidRequestError
@@ -44,6 +44,7 @@ class TorchBackend:
         self._batch: AttentionBatch | None = None
         self._plans: dict[AttentionSpec, list[Round]] = {}
         self._bound: dict[AttentionSpec, list[BoundRound]] = {}
+        self._scratch: dict[torch.dtype, Scratch] = {}
         self._bands: dict[tuple[int | None, torch.dtype], Bands] = {}
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
@@ -131,7 +132,10 @@ class TorchBackend:
             bands = self._bands[spec.window, dtype] = Bands(spec.window, dtype, keys.device)
         # Masks serve several steps, of which one may run in inference mode and another not.
         with torch.inference_mode(False):
-            bound = bind_rounds(self._plans[spec], spec.group, bands)
+            scratch = self._scratch.get(query.dtype)
+            if scratch is None:
+                scratch = self._scratch[query.dtype] = Scratch(2 * self._costs.copy, query.dtype, keys.device)
+            bound = bind_rounds(self._plans[spec], spec, bands, scratch)
         self._bound[spec] = bound
         return bound
 

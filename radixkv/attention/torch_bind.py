@@ -8,9 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.attention.interface import AttentionSpec
 from radixkv.attention.torch_plan import Call, Int64s, PaddedCall, Round, Rows
 
-__all__ = ["MASKED", "Bands", "BoundCall", "BoundChunk", "BoundPadded", "BoundRound", "bind_rounds"]
+__all__ = [
+    "MASKED",
+    "Bands",
+    "BoundCall",
+    "BoundChunk",
+    "BoundPadded",
+    "BoundRound",
+    "Scratch",
+    "bind_rounds",
+]
 
 # A masked logit. Not minus infinity: a row that sees no key of a part gets a log-sum-exp so low that the merge
 # gives the part no weight, where infinities would make NaN.
@@ -20,7 +30,7 @@ MASKED = -1e30
 _MAX_FOLDED_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BoundChunk:
     """`Chunk` with its mask, `[1, 1, rows, keys]` of 0 and `MASKED`; None if the one row sees all keys."""
 
@@ -31,12 +41,12 @@ class BoundChunk:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BoundCall:
     """`Call` with tensors in the place of arrays.
 
     `mask` is `[1, 1, rows, keys]`; `folded_mask` the same with each row repeated for the heads of a group, where
-    that is small.
+    that is small. `room` is where to copy keys and values that do not lie in consecutive slots.
     """
 
     first_row: int
@@ -48,11 +58,16 @@ class BoundCall:
     mask: Tensor | None
     folded_mask: Tensor | None
     chunks: list[BoundChunk] | None
+    room: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BoundPadded:
-    """`PaddedCall` with tensors: `slots` is flat, `mask` `[rows, 1, 1, keys]` or None if all lengths are equal."""
+    """`PaddedCall` with tensors.
+
+    `slots` is flat, `mask` `[rows, 1, 1, keys]` or None if all lengths are equal, `room` where to copy keys and
+    values.
+    """
 
     first_row: int
     num_rows: int
@@ -60,9 +75,10 @@ class BoundPadded:
     slots: Tensor
     num_keys: int
     mask: Tensor | None
+    room: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BoundRound:
     """`Round` with tensors.
 
@@ -81,9 +97,37 @@ def as_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, MASKED)
 
 
+class Scratch:
+    """Memory for copies of keys and values, the same for every call: it stays in the cache, and in the process.
+
+    Fresh memory for each copy made them up to twice as slow, from page faults alone.
+
+    Args:
+        max_elements: Larger copies get no room here.
+        dtype: Of the pool.
+        device: Of the pool.
+    """
+
+    def __init__(self, max_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.max_elements = max_elements
+        self._flat = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+
+    def room(self, slots: int, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
+        """`[slots, kv_heads, dim]` for keys and for values, valid until the next call uses its own; None: too large."""
+        if slots * spec.num_kv_heads * (spec.key_dim + spec.value_dim) > self.max_elements:
+            return None
+        found = []
+        for index, dim in enumerate((spec.key_dim, spec.value_dim)):
+            elements = slots * spec.num_kv_heads * dim
+            if self._flat[index].numel() < elements:
+                self._flat[index] = self._flat[index].new_empty(elements)
+            found.append(self._flat[index][:elements].view(slots, spec.num_kv_heads, dim))
+        return found[0], found[1]
+
+
 class _Binder:
-    def __init__(self, group: int, bands: Bands) -> None:
-        self.group, self.bands = group, bands
+    def __init__(self, spec: AttentionSpec, bands: Bands, scratch: Scratch) -> None:
+        self.spec, self.group, self.bands, self.scratch = spec, spec.group, bands, scratch
         self.dtype, self.device = bands.dtype, bands.device
 
     def tensor(self, array: Int64s) -> Tensor:
@@ -117,9 +161,19 @@ class _Binder:
                 for chunk in call.chunks
             ]
         slots = None if call.slots is None else self.tensor(call.slots)
+        room = None if slots is None else self.scratch.room(call.num_keys, self.spec)
         rows = call.rows
         return BoundCall(
-            rows.start, len(rows), self.index(rows), call.slot, slots, call.num_keys, mask, folded, chunks
+            rows.start,
+            len(rows),
+            self.index(rows),
+            call.slot,
+            slots,
+            call.num_keys,
+            mask,
+            folded,
+            chunks,
+            room,
         )
 
     def padded(self, call: PaddedCall) -> BoundPadded:
@@ -129,7 +183,8 @@ class _Binder:
             hidden = torch.arange(num_keys, device=self.device) >= self.tensor(call.lens)[:, None]
             mask = as_mask(hidden, self.dtype)[:, None, None]
         slots = self.tensor(call.slots.reshape(-1))
-        return BoundPadded(call.rows.start, num_rows, self.index(call.rows), slots, num_keys, mask)
+        room = self.scratch.room(num_rows * num_keys, self.spec)
+        return BoundPadded(call.rows.start, num_rows, self.index(call.rows), slots, num_keys, mask, room)
 
 
 class Bands:
@@ -179,15 +234,16 @@ class Bands:
         return self._whole
 
 
-def bind_rounds(rounds: list[Round], group: int, bands: Bands) -> list[BoundRound]:
+def bind_rounds(rounds: list[Round], spec: AttentionSpec, bands: Bands, scratch: Scratch) -> list[BoundRound]:
     """Make the tensors of a plan.
 
     Args:
         rounds: From `plan_rounds`.
-        group: Query heads that read the same KV head.
-        bands: Masks of the diagonal for the layers' window; their dtype and device are those of all tensors made.
+        spec: The kind of layers.
+        bands: Masks of the diagonal for the layers' window; their dtype and device are those of all masks made.
+        scratch: Where calls may copy keys and values.
     """
-    binder = _Binder(group, bands)
+    binder = _Binder(spec, bands, scratch)
     bound = []
     for number, one in enumerate(rounds):
         calls = [

@@ -99,10 +99,7 @@ class FlashLayer:
             )
             key, value = key.narrow(2, call.slot, call.num_keys), value.narrow(2, call.slot, call.num_keys)
         else:
-            key, value = (
-                self._narrow(take_slots(pool, flat, call.slot, call.slots, call.num_keys))
-                for pool, flat in zip(self.pools, (self.flat_keys, self.flat_values), strict=True)
-            )
+            key, value = map(self._narrow, self._take(call, call.slot, call.num_keys))
             if not folded:
                 key, value = self._wide(key), self._wide(value)
         query = (
@@ -138,16 +135,28 @@ class FlashLayer:
         )
         query = query.reshape(call.num_rows, self.kv_heads, self.group, -1)
         key, value = (
-            take_slots(pool, flat, -1, call.slots, len(call.slots))
-            .view(call.num_rows, call.num_keys, self.kv_heads, -1)
-            .transpose(1, 2)
-            for pool, flat in zip(self.pools, (self.flat_keys, self.flat_values), strict=True)
+            slots.view(call.num_rows, call.num_keys, self.kv_heads, -1).transpose(1, 2)
+            for slots in self._take(call, -1, len(call.slots))
         )
         out, lse = self._attend(query, key, value, call.mask)
         return (
             out.reshape(call.num_rows, self.num_heads, self.dim),
             lse.reshape(call.num_rows, self.num_heads),
         )
+
+    def _take(self, call: BoundCall | BoundPadded, slot: int, num: int) -> list[Tensor]:
+        """`[num, kv_heads, dim]` of keys and of values."""
+        flats = self.flat_keys, self.flat_values
+        if call.slots is None or call.room is None or not self.in_place:
+            return [
+                take_slots(pool, flat, slot, call.slots, num)
+                for pool, flat in zip(self.pools, flats, strict=True)
+            ]
+        return [
+            torch.index_select(flat, 0, call.slots, out=room)
+            for flat, room in zip(flats, call.room, strict=True)
+            if flat is not None
+        ]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None

@@ -27,10 +27,10 @@ COSTS = [
     None,
     Costs(call=0, share=0, rows=3, prefix=1),
     Costs(call=0, share=0, rows=64, prefix=64),
-    Costs(call=10**9, share=0, rows=5, prefix=10**9),
+    Costs(call=10**9, share=0, copy=1, rows=5, prefix=10**9),
     Costs(call=10**9, share=10**9, rows=2, prefix=7),
     Costs(call=0, share=10**9, rows=7, prefix=2),
-    Costs(call=200, share=300, rows=4, prefix=9),
+    Costs(call=200, share=300, copy=500, rows=4, prefix=9),
 ]
 
 

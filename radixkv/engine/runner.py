@@ -13,10 +13,12 @@ from radixkv.attention import AttentionBackend, AttentionBatch, AttentionSpec, m
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.engine.gathered import gathered_cache
 from radixkv.engine.runner_probe import RunnerProbe
+from radixkv.hf.attention_survey import LayerKind
 from radixkv.hf.compat import ForwardCall, text_config
 from radixkv.hf.own_forward import own_forward
-from radixkv.hf.paged import LayerKind, PagedForward, PoolWriter, Routing, attention_configs
+from radixkv.hf.paged import PagedForward, PoolWriter
 from radixkv.hf.rope import RopeRule
+from radixkv.hf.routing import Routing, attention_configs
 from radixkv.hf.support import base_of, unwrap_model
 from radixkv.sched.step import Step
 from radixkv.store.kv_store import KVStore

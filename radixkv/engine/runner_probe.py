@@ -13,9 +13,10 @@ from torch import Tensor
 
 from radixkv.attention import AttentionBackend
 from radixkv.core.errors import UnsupportedModelError
+from radixkv.hf.attention_survey import AttentionSurvey, LayerKind
 from radixkv.hf.compat import DynamicCache, ForwardCall, text_config
 from radixkv.hf.own_forward import own_forward
-from radixkv.hf.paged import AttentionSurvey, LayerKind, Routing
+from radixkv.hf.routing import Routing
 from radixkv.hf.support import _quiet_eval, _tolerance
 from radixkv.sched.step import Step
 from radixkv.store.kv_store import KVStore

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import step_testkit as steps
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize("name", steps.ALL)
@@ -77,7 +79,7 @@ def test_shared_blocks(name):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "falcon"])
+@pytest.mark.parametrize("name", ["llama_gqa", "falcon", "opt", "gpt2", "gemma3n"])
 def test_only_what_is_sampled_has_logits(name):
     model = steps.build(name)
     pool = steps.Pool(model)
@@ -100,6 +102,28 @@ def test_only_what_is_sampled_has_logits(name):
     kit.close(logits[1], steps.plain_logits(twin, b.tokens[:9])[-1])
     logits = runner.execute(pool.step([(c, 1)]))
     kit.close(logits[0], steps.plain_logits(twin, c.tokens[:12])[-1])
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3"])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_any_way_to_cut_prompts_into_steps(name, data):
+    model = steps.build(name)
+    block = data.draw(st.sampled_from([1, 2, 4, 7, 16]))
+    pool = steps.Pool(model, block=block, blocks=160)
+    runner = steps.make_runner(model, pool, data.draw(st.sampled_from(["auto", "reference"])))
+    twin = kit.twin(model)
+    seqs = [
+        pool.seq(n, i) for i, n in enumerate(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5)))
+    ]
+    plain = [steps.plain_logits(twin, seq.tokens) for seq in seqs]
+    while open_ := [i for i, seq in enumerate(seqs) if seq.done < len(seq.tokens)]:
+        chosen = data.draw(st.lists(st.sampled_from(open_), min_size=1, unique=True))
+        work = [(i, data.draw(st.integers(1, len(seqs[i].tokens) - seqs[i].done))) for i in chosen]
+        work.sort(key=lambda pair: pair[1] > 1 or seqs[pair[0]].done == 0)  # decodes first
+        logits = runner.execute(pool.step([(seqs[i], count) for i, count in work]))
+        for row, (i, _) in zip(logits, work, strict=True):
+            kit.close(row, plain[i][seqs[i].done - 1])
 
 
 def test_a_step_without_tokens(tiny_llama):

@@ -161,7 +161,7 @@ def test_bench_on_the_tiny_model_end_to_end():
         hits = workload["ways"]["engine"]["hit_tokens"] / workload["prompt_tokens"]
         assert (hits < 0.02) if name == "none" else (hits > 0.35), (name, hits)
         padded = workload["ways"]["padded"]["peak_kv_bytes"]
-        assert workload["ways"]["engine"]["peak_kv_bytes"] < (1.0 if name == "none" else 0.7) * padded
+        assert workload["ways"]["engine"]["peak_kv_bytes"] < (1.0 if name == "none" else 0.85) * padded
     assert document["setting"]["threads"] == 1
     assert document["setting"]["memory"] == "64MiB"
 

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from radixkv.attention.interface import AttentionBatch, AttentionSpec
 from radixkv.attention.merge import apply_sinks, merge_in_place
-from radixkv.attention.torch_bind import Bands, BoundPadded, BoundRound, Scratch, bind_rounds
+from radixkv.attention.step_tables import StepTables
+from radixkv.attention.torch_bind import Bands, BoundCall, BoundPadded, BoundRound, Scratch, bind_rounds
+from radixkv.attention.torch_calls import Round
 from radixkv.attention.torch_kernels import FlashLayer, LayerKernel, MathLayer, flash_can_run
-from radixkv.attention.torch_plan import Costs, Round, StepTables, plan_rounds
+from radixkv.attention.torch_plan import Costs, plan_rounds
 from radixkv.core.errors import InvalidRequestError
 
 __all__ = ["TorchBackend"]
 
 # Away from the CPU, kernel launches cost more than arithmetic, and large masks little.
-_COSTS_ELSEWHERE = Costs(call=1 << 20, share=1 << 20, rows=1024, prefix=4096)
+_COSTS_ELSEWHERE = Costs(call=1 << 20, share=1 << 20, copy=1 << 24, rows=1024, prefix=4096)
 
 
 class TorchBackend:
@@ -42,8 +44,9 @@ class TorchBackend:
         self._costs = costs or (Costs() if self.device.type == "cpu" else _COSTS_ELSEWHERE)
         self._fused = fused
         self._batch: AttentionBatch | None = None
+        self._num_rows = 0
         self._plans: dict[AttentionSpec, list[Round]] = {}
-        self._bound: dict[AttentionSpec, list[BoundRound]] = {}
+        self._bound: dict[tuple[AttentionSpec, torch.dtype], list[BoundRound]] = {}
         self._scratch: dict[torch.dtype, Scratch] = {}
         self._bands: dict[tuple[int | None, torch.dtype], Bands] = {}
 
@@ -54,7 +57,7 @@ class TorchBackend:
     def plan(self, batch: AttentionBatch, specs: Collection[AttentionSpec]) -> None:
         """Cut a step into calls, once for each kind of layers. Touches no tensor."""
         tables = StepTables(batch)
-        self._batch = batch
+        self._batch, self._num_rows = batch, batch.num_tokens
         self._plans = {spec: plan_rounds(tables, spec, self._costs) for spec in specs}
         self._bound = {}
 
@@ -66,9 +69,11 @@ class TorchBackend:
         Raises:
             InvalidRequestError: Not planned, or the tensors are not those of `spec` and the step.
         """
-        bound = self._bound.get(spec)
+        bound = self._bound.get((spec, query.dtype))
         if bound is None:
             bound = self._bind(spec, query, keys, values)
+        elif query.shape[0] != self._num_rows:
+            raise InvalidRequestError(f"the step has {self._num_rows} query rows, got {query.shape[0]}")
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._run(bound, spec, query, keys, values, sinks)
@@ -85,26 +90,14 @@ class TorchBackend:
     ) -> Tensor:
         if not bound:
             return query.new_empty(0, spec.num_heads, spec.value_dim)
-        fused = self._fused and flash_can_run(spec, query.device)
-        layer: LayerKernel = (FlashLayer if fused else MathLayer)(spec, query, keys, values)
-        merging = len(bound) > 1 or sinks is not None
-        out, lse = _attend(layer, bound[0], merging)
-        if merging and out.dtype != lse.dtype:
+        kernel = FlashLayer if self._fused and flash_can_run(spec, query.device) else MathLayer
+        layer: LayerKernel = kernel(spec, query, keys, values)
+        out, lse = _together(bound[0], [_attend(layer, call) for call in bound[0].calls])
+        if out.dtype != lse.dtype and (len(bound) > 1 or sinks is not None):
             out = out.to(lse.dtype)
         for number, part in enumerate(bound[1:], 2):
             last = number == len(bound) and sinks is None
-            part_out, part_lse = _attend(layer, part, True)
-            part_out = part_out.to(lse.dtype)
-            if part.row_index is not None:
-                rows_out, rows_lse = out.index_select(0, part.row_index), lse.index_select(0, part.row_index)
-                merge_in_place(rows_out, rows_lse, part_out, part_lse, last=last)
-                out.index_copy_(0, part.row_index, rows_out)
-                lse.index_copy_(0, part.row_index, rows_lse)
-            elif part.num_rows < out.shape[0]:
-                rows_out, rows_lse = (whole.narrow(0, part.first_row, part.num_rows) for whole in (out, lse))
-                merge_in_place(rows_out, rows_lse, part_out, part_lse, last=last)
-            else:
-                merge_in_place(out, lse, part_out, part_lse, last=last)
+            _merge(out, lse, part, *_together(part, [_attend(layer, call) for call in part.calls]), last)
         if sinks is not None:
             apply_sinks(out, lse, sinks)
         return out.to(query.dtype)
@@ -136,21 +129,37 @@ class TorchBackend:
             if scratch is None:
                 scratch = self._scratch[query.dtype] = Scratch(2 * self._costs.copy, query.dtype, keys.device)
             bound = bind_rounds(self._plans[spec], spec, bands, scratch)
-        self._bound[spec] = bound
+        self._bound[spec, query.dtype] = bound
         return bound
 
 
-def _attend(layer: LayerKernel, part: BoundRound, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """Results of a round, in the order of its rows; the log-sum-exp is anything if it is not needed."""
-    results = [
-        layer.padded(call) if isinstance(call, BoundPadded) else layer.call(call) for call in part.calls
-    ]
+def _attend(layer: LayerKernel, call: BoundCall | BoundPadded) -> tuple[Tensor, Tensor]:
+    return layer.padded(call) if isinstance(call, BoundPadded) else layer.call(call)
+
+
+def _together(part: BoundRound, results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Results of all calls of a round, in the order of its rows."""
     if len(results) == 1:
         out, lse = results[0]
     else:
-        out = torch.cat([result[0] for result in results])
-        lse = torch.cat([result[1] for result in results]) if with_lse else results[0][1]
+        out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
     if part.order is not None:
-        out = out.index_select(0, part.order)
-        lse = lse.index_select(0, part.order) if with_lse else lse
+        out, lse = out.index_select(0, part.order), lse.index_select(0, part.order)
     return out, lse
+
+
+def _merge(
+    out: Tensor, lse: Tensor, rows: BoundRound, part_out: Tensor, part_lse: Tensor, last: bool
+) -> None:
+    """Merge results for some rows into those for all."""
+    part_out = part_out.to(out.dtype)
+    if rows.row_index is not None:
+        rows_out, rows_lse = out.index_select(0, rows.row_index), lse.index_select(0, rows.row_index)
+        merge_in_place(rows_out, rows_lse, part_out, part_lse, last=last)
+        out.index_copy_(0, rows.row_index, rows_out)
+        lse.index_copy_(0, rows.row_index, rows_lse)
+    elif rows.num_rows < out.shape[0]:
+        rows_out, rows_lse = (whole.narrow(0, rows.first_row, rows.num_rows) for whole in (out, lse))
+        merge_in_place(rows_out, rows_lse, part_out, part_lse, last=last)
+    else:
+        merge_in_place(out, lse, part_out, part_lse, last=last)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from radixkv.attention.interface import AttentionSpec
-from radixkv.attention.torch_plan import Call, Int64s, PaddedCall, Round, Rows
+from radixkv.attention.step_tables import Int64s
+from radixkv.attention.torch_calls import Call, PaddedCall, Round, Rows
 
 __all__ = [
     "MASKED",
@@ -249,8 +250,8 @@ def bind_rounds(rounds: list[Round], spec: AttentionSpec, bands: Bands, scratch:
         calls = [
             binder.padded(call) if isinstance(call, PaddedCall) else binder.call(call) for call in one.calls
         ]
-        order = None
-        if number == 0 and one.rows.index is not None:
-            order = binder.tensor(np.argsort(one.rows.index))
-        bound.append(BoundRound(calls, one.rows.start, len(one.rows), binder.index(one.rows), order))
+        order, rows = None, one.rows
+        if number == 0 and rows.index is not None:
+            order = binder.tensor(np.argsort(rows.index))
+        bound.append(BoundRound(calls, rows.start, len(rows), binder.index(rows), order))
     return bound

@@ -24,20 +24,18 @@ the kernel itself reads views at 20 to 40 GB/s. So a call is worth as much as co
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.attention.cascade import Segment, SharedBlocks, cascade, shared_blocks
-from radixkv.attention.interface import AttentionBatch, AttentionSpec
+from radixkv.attention.cascade import Segment, cascade
+from radixkv.attention.interface import AttentionSpec
+from radixkv.attention.step_tables import Int64s, StepTables
+from radixkv.attention.torch_calls import Call, Chunk, PaddedCall, Round, Rows
 
-__all__ = ["Call", "Chunk", "Costs", "PaddedCall", "Round", "Rows", "StepTables", "plan_rounds"]
-
-Int64s = npt.NDArray[np.int64]
+__all__ = ["Costs", "plan_rounds"]
 
 
 @dataclass(frozen=True)
@@ -59,178 +57,6 @@ class Costs:
     prefix: int = 1024
 
 
-@dataclass(slots=True)
-class Rows:
-    """Some query rows: `start .. stop`, or those of `index` if that is given.
-
-    Attributes:
-        start: First row.
-        stop: One past the last.
-        index: int64, the rows where they are not consecutive.
-    """
-
-    start: int
-    stop: int
-    index: Int64s | None = None
-
-    def __len__(self) -> int:
-        return self.stop - self.start if self.index is None else len(self.index)
-
-    def numbers(self) -> Int64s:
-        """int64: the rows one by one."""
-        return np.arange(self.start, self.stop, dtype=np.int64) if self.index is None else self.index
-
-    @classmethod
-    def of(cls, ranges: Sequence[tuple[int, int]]) -> Rows:
-        """The rows of several ranges, in that order."""
-        if all(before[1] == after[0] for before, after in itertools.pairwise(ranges)):
-            return cls(ranges[0][0], ranges[-1][1])
-        index = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in ranges])
-        return cls(int(index.min()), int(index.max()) + 1, index)
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Some rows of a call on the diagonal, with the keys that they see.
-
-    Row j of the chunk sees the keys up to number `before + j`, counted from the chunk's first key, and at most the
-    last `window` of them.
-
-    Attributes:
-        start: First row, counted from the first row of the call.
-        stop: One past the last.
-        first_key: First key, counted from the first key of the call.
-        num_keys: `before` plus the number of rows.
-        before: Keys before the first row's own.
-    """
-
-    start: int
-    stop: int
-    first_key: int
-    num_keys: int
-    before: int
-
-
-@dataclass(slots=True)
-class Call:
-    """Some rows read the same keys.
-
-    Attributes:
-        rows: The query rows.
-        slot: First slot of the keys, if they lie in consecutive slots.
-        slots: int64 `[num_keys]` if they do not.
-        num_keys: Keys read.
-        lows: int64 `[rows]`: the first key that each row sees; None if all see all.
-        chunks: None if the rows see all keys; else the cut of a call whose rows are the last keys themselves.
-    """
-
-    rows: Rows
-    slot: int
-    slots: Int64s | None
-    num_keys: int
-    lows: Int64s | None = None
-    chunks: list[Chunk] | None = None
-
-
-@dataclass(slots=True)
-class PaddedCall:
-    """Some single rows, each of which reads its own keys, copied together.
-
-    Attributes:
-        rows: n query rows.
-        slots: int64 `[n, most keys]`, padded with slots that the row reads anyway.
-        lens: int64 `[n]`: keys of each row.
-    """
-
-    rows: Rows
-    slots: Int64s
-    lens: Int64s
-
-
-@dataclass(slots=True)
-class Round:
-    """Calls on disjoint rows.
-
-    Attributes:
-        calls: In the order in which their results are put together.
-        rows: The rows of all calls in that order.
-    """
-
-    calls: list[Call | PaddedCall]
-    rows: Rows
-
-
-@dataclass
-class StepTables:
-    """What the plans of all kinds of layers have in common.
-
-    Attributes:
-        batch: The step.
-    """
-
-    batch: AttentionBatch
-    starts: Int64s = field(init=False)
-    contexts: Int64s = field(init=False)
-    firsts: Int64s = field(init=False)  # position of each entry's first query
-    queries: Int64s = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.starts = self.batch.query_starts.astype(np.int64)
-        self.contexts = self.batch.context_lens.astype(np.int64)
-        self.queries = np.diff(self.starts)
-        self.firsts = self.contexts - self.queries
-
-    @cached_property
-    def shared(self) -> list[SharedBlocks]:
-        """The tree of shared leading blocks; entries without queries read nothing and share nothing."""
-        limits = np.where(self.queries > 0, self.firsts // self.batch.block_size, 0)
-        return shared_blocks(self.batch.block_tables, limits)
-
-    @cached_property
-    def breaks(self) -> npt.NDArray[np.int32]:
-        """int32 `[S, W]`: breaks between blocks 0 .. j of each table, where the next id is not one more."""
-        used = int(-(-self.contexts.max(initial=1) // self.batch.block_size))
-        tables = self.batch.block_tables[:, :used]
-        counts = np.zeros(tables.shape, np.int32)
-        np.cumsum(tables[:, 1:] != tables[:, :-1] + 1, axis=1, out=counts[:, 1:])
-        return counts
-
-    def slots(self, entry: int, start: int, stop: int) -> Int64s:
-        """int64 `[stop - start]`: slots of some positions of an entry."""
-        return self.slots_at(entry, np.arange(start, stop, dtype=np.int64))
-
-    def slots_at(self, entries: int | Int64s, positions: Int64s) -> Int64s:
-        """int64: slots of any positions, computed in 64 bits: those of a large pool pass 2**31."""
-        size = self.batch.block_size
-        blocks = self.batch.block_tables[entries, positions // size].astype(np.int64)
-        return blocks * size + positions % size
-
-    def are_runs(self, entries: Int64s, starts: Int64s, stops: Int64s) -> npt.NDArray[np.bool_]:
-        """Bool `[n]`: whether some positions of each of some entries lie in consecutive slots."""
-        size, breaks = self.batch.block_size, self.breaks
-        return breaks[entries, (stops - 1) // size] == breaks[entries, starts // size]
-
-    def is_run(self, entry: int, start: int, stop: int) -> bool:
-        """Whether some positions of an entry lie in consecutive slots."""
-        size, breaks = self.batch.block_size, self.breaks
-        return bool(breaks[entry, (stop - 1) // size] == breaks[entry, start // size])
-
-    def first_slot(self, entry: int, position: int) -> int:
-        """Slot of one position."""
-        size = self.batch.block_size
-        return int(self.batch.block_tables[entry, position // size]) * size + position % size
-
-    def runs(self, entry: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Some positions, cut where their slots are not consecutive."""
-        if self.is_run(entry, start, stop):
-            return [(start, stop)]
-        size = self.batch.block_size
-        first, last = start // size, (stop - 1) // size
-        table = self.batch.block_tables[entry, first : last + 1].astype(np.int64)
-        cuts = ((np.flatnonzero(np.diff(table) != 1) + 1 + first) * size).tolist()
-        return list(zip([start, *cuts], [*cuts, stop], strict=True))
-
-
 def plan_rounds(tables: StepTables, spec: AttentionSpec, costs: Costs) -> list[Round]:
     """Cut a step for one kind of layers. Empty if there are no query rows."""
     return _Planner(tables, spec, costs).plan()
@@ -245,7 +71,7 @@ class _Planner:
         self.copy_tokens = max(1, costs.copy // elements)
         self.share_tokens = -(-costs.share // elements)
         self.base: list[Call | PaddedCall] = []
-        self.parts: list[Call] = []
+        self.parts: list[Call | PaddedCall] = []
 
     def plan(self) -> list[Round]:
         tables = self.tables
@@ -259,14 +85,10 @@ class _Planner:
         cut = cascade(shared, lows, tables.batch.block_size, self._pays)
         for segment in cut.segments:
             self._shared_part(segment)
-        own_lens = tables.contexts - cut.own_starts
-        single = active & (tables.queries == 1)
-        short = single & (own_lens <= self.call_tokens)
-        if np.count_nonzero(short) < 2:
-            short[:] = False
-        self._short_decodes(np.flatnonzero(short), cut.own_starts, own_lens)
-        self._long_decodes(np.flatnonzero(single & ~short), cut.own_starts)
-        for entry in np.flatnonzero(active & ~single).tolist():
+        single = np.flatnonzero(active & (tables.queries == 1))
+        if len(single):
+            self._decodes(single, cut.own_starts[single])
+        for entry in np.flatnonzero(active & (tables.queries > 1)).tolist():
             self._prompt(entry, int(cut.own_starts[entry]))
         self.base.sort(key=lambda call: call.rows.start)
         return [_round(self.base), *_rounds(self.parts, tables.batch.num_tokens)]
@@ -293,63 +115,78 @@ class _Planner:
                 lows = np.clip(row_lows - start, 0, stop - start)
             self.parts.append(self._call(rows, int(entries[0]), start, stop, lows=lows))
 
-    def _short_decodes(self, entries: Int64s, own_starts: Int64s, own_lens: Int64s) -> None:
-        if not len(entries):
-            return
+    def _decodes(self, entries: Int64s, starts: Int64s) -> None:
+        """Own parts of entries with one query."""
         tables = self.tables
-        lens, starts, rows = own_lens[entries], own_starts[entries], tables.starts[entries]
-        most = int(lens.max())
-        steps = np.arange(most, dtype=np.int64)
-        positions = starts[:, None] + np.where(steps < lens[:, None], steps, 0)
-        slots = tables.slots_at(entries[:, None], positions)
-        at_once = max(1, self.copy_tokens // most)
-        for begin in range(0, len(entries), at_once):
-            part = slice(begin, begin + at_once)
-            numbers, counts = rows[part], lens[part]
-            first, last = int(numbers[0]), int(numbers[-1])
-            consecutive = last - first == len(numbers) - 1
-            where = Rows(first, last + 1, None if consecutive else numbers)
-            self.base.append(PaddedCall(where, slots[part, : int(counts.max())], counts))
-
-    def _long_decodes(self, entries: Int64s, own_starts: Int64s) -> None:
-        tables = self.tables
-        if not len(entries):
-            return
-        starts, stops, rows = own_starts[entries], tables.contexts[entries], tables.starts[entries]
-        runs, slots = tables.are_runs(entries, starts, stops), tables.slots_at(entries, starts)
-        for entry, row, start, stop, run, slot in zip(
-            entries.tolist(),
-            rows.tolist(),
-            starts.tolist(),
-            stops.tolist(),
-            runs.tolist(),
-            slots.tolist(),
+        stops = tables.contexts[entries]
+        lens, extra_runs = stops - starts, tables.breaks_in(entries, starts, stops)
+        short = lens <= self.call_tokens
+        if np.count_nonzero(short) < 2:
+            short[:] = False
+        copied = short | ((extra_runs > 0) & (lens <= extra_runs * self.call_tokens))
+        self._copied_decodes(entries[copied], starts[copied], lens[copied])
+        slots = tables.slots_at(entries, starts)
+        in_place = zip(
+            *(
+                column[~copied].tolist()
+                for column in (entries, tables.starts[entries], starts, stops, extra_runs, slots)
+            ),
             strict=True,
-        ):
+        )
+        for entry, row, start, stop, more, slot in in_place:
             where = Rows(row, row + 1)
-            if run:
+            if not more:
                 self.base.append(Call(where, slot, None, stop - start))
                 continue
             *parts, (begin, end) = self._pieces(entry, start, stop)
             self.base.append(self._call(where, entry, begin, end))
             self.parts += [self._call(where, entry, *part) for part in parts]
 
+    def _copied_decodes(self, entries: Int64s, starts: Int64s, lens: Int64s) -> None:
+        """Own parts that are copied, in equal pieces if they are long; the first pieces are the base."""
+        counts = -(-lens // self.copy_tokens)
+        for piece in range(int(counts.max(initial=0))):
+            some = np.flatnonzero(counts > piece)
+            cuts = (starts[some] + lens[some] * number // counts[some] for number in (piece, piece + 1))
+            calls = self.parts if piece else self.base
+            calls += self._padded(entries[some], *cuts)
+
+    def _padded(self, entries: Int64s, starts: Int64s, stops: Int64s) -> list[PaddedCall]:
+        """One query of each of some entries over some positions of each, as many at once as are copied at once."""
+        tables = self.tables
+        lens, rows = stops - starts, tables.starts[entries]
+        most = int(lens.max())
+        steps = np.arange(most, dtype=np.int64)
+        positions = starts[:, None] + np.where(steps < lens[:, None], steps, 0)
+        slots = tables.slots_at(entries[:, None], positions)
+        at_once = max(1, self.copy_tokens // most)
+        calls = []
+        for begin in range(0, len(entries), at_once):
+            part = slice(begin, begin + at_once)
+            numbers, counts = rows[part], lens[part]
+            first, last = int(numbers[0]), int(numbers[-1])
+            consecutive = last - first == len(numbers) - 1
+            where = Rows(first, last + 1, None if consecutive else numbers)
+            calls.append(PaddedCall(where, slots[part, : int(counts.max())], counts))
+        return calls
+
     def _prompt(self, entry: int, own_start: int) -> None:
         tables, window = self.tables, self.window
         first, stop = int(tables.firsts[entry]), int(tables.contexts[entry])
         rows = Rows(int(tables.starts[entry]), int(tables.starts[entry + 1]))
         start = own_start
-        pieces = self._pieces(entry, start, first) if first > start else []
         # A window leaves few keys before the rows of a chunk, and each row other ones: all in one call.
-        apart = len(pieces) > 1 or first - start >= self.costs.prefix
-        if first - start > 2 * self.call_tokens and not tables.is_run(entry, start, stop):
-            apart = True  # rather than copy it to where the rows' own keys are
-        if apart and window is None:
-            if pieces[-1][1] - pieces[-1][0] < self.costs.prefix and len(pieces) > 1:
+        if window is None and start < first:
+            pieces = self._pieces(entry, start, first)
+            # Rather than copy the prefix to where the rows' own keys are.
+            far = first - start > 2 * self.call_tokens and not tables.is_run(entry, start, stop)
+            if len(pieces) > 1 and pieces[-1][1] - pieces[-1][0] < self.costs.prefix:
                 # The last piece goes with the rows: in most cases it is the rest of a block.
                 *pieces, (start, _) = pieces
-            else:
+            elif far or len(pieces) > 1 or first - start >= self.costs.prefix:
                 start = first
+            else:
+                pieces = []
             self.parts += [self._call(rows, entry, *piece) for piece in pieces]
         chunks = []
         for row in range(0, stop - first, self.costs.rows):
@@ -404,9 +241,9 @@ def _round(calls: Sequence[Call | PaddedCall]) -> Round:
     return Round(list(calls), Rows(int(index.min()), int(index.max()) + 1, index))
 
 
-def _rounds(parts: list[Call], num_rows: int) -> list[Round]:
+def _rounds(parts: list[Call | PaddedCall], num_rows: int) -> list[Round]:
     """Parts of contexts in as few rounds as their rows allow, first come first placed."""
-    rounds: list[tuple[npt.NDArray[np.bool_], list[Call]]] = []
+    rounds: list[tuple[npt.NDArray[np.bool_], list[Call | PaddedCall]]] = []
     for call in parts:
         rows = call.rows
         where = slice(rows.start, rows.stop) if rows.index is None else rows.index

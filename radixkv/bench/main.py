@@ -94,9 +94,9 @@ def make_ways(
     options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Setting, list[Way]]:
     """What all ways have in common, and the ways that are not skipped."""
-    import radixkv
+    from radixkv.engine.engine import Engine
 
-    engine = radixkv.Engine(
+    engine = Engine(
         model,
         tokenizer,
         max_num_seqs=options.max_num_seqs,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-import radixkv
 from radixkv.bench import main as bench_main
 from radixkv.bench.main import Options, find_end_ids, make_ways, run_bench
 from radixkv.demo.errors import DemoError
@@ -17,7 +16,7 @@ def made(monkeypatch, fake_engine):
         engines.append(fake_engine(*args, **options))
         return engines[-1]
 
-    monkeypatch.setattr(radixkv, "Engine", make, raising=False)
+    monkeypatch.setattr("radixkv.engine.engine.Engine", make)
     return engines
 
 

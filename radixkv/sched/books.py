@@ -137,6 +137,17 @@ class Books:
             blocks[:] = result.blocks
             self._decodes = None
 
+    def publish_prompt(self, seq: Sequence) -> None:
+        """Make what is computed visible, of a sequence that goes on; its last block too if that says anything new.
+
+        The sequence fills its partly filled last block further, behind the rows that the tree knows of. It must
+        not get somebody else's in its place, as it would if the tree knew all its tokens already.
+        """
+        tokens, namespace = seq._tokens, seq.request.namespace
+        num_tokens = self.rows.computed.item(seq.row)
+        tail = num_tokens % self.block_size and self.config.share_prefixes
+        self.publish(seq, with_tail=bool(tail) and self.tree.match_length(tokens, namespace) < num_tokens)
+
     def release(self, seq: Sequence) -> None:
         """Give back the blocks and the row of a sequence."""
         self.pool.release(self.rows.table(seq.row))
@@ -177,9 +188,17 @@ class Books:
                 filled[table[whole]] = max(filled[table[whole]], rest)
         return int(held.sum()) * size, int(filled.sum())
 
-    def is_shared(self, block: int, let_go: dict[int, int]) -> bool:
-        """Whether more than one hold this block, the tree included, without references that are about to go."""
-        return (self.pool._state.item(block) >> 1) - let_go.get(block, 0) > 1
+    def is_shared(self, block: int, num_rows: int, let_go: dict[int, int]) -> bool:
+        """Whether a sequence that has filled so many rows of this block must not fill the next one.
+
+        It must not if another sequence holds the block, or the tree does and says more of it than those rows.
+        References that are about to go do not count.
+        """
+        state = self.pool._state.item(block)
+        others = (state >> 1) - let_go.get(block, 0) - 1
+        if state & CACHED and self.block_size - self.pool._gaps.item(block) <= num_rows:
+            others -= 1
+        return others > 0
 
     def holders(self, blocks: BlockIds, let_go: dict[int, int]) -> npt.NDArray[np.int32]:
         """How many hold each of these blocks, without the tree, and without references that are about to go."""

@@ -56,9 +56,10 @@ class Growth:
                 continue  # preempted for the sake of one before it
             row = seq.row
             index = rows.num_blocks.item(row) - 1
-            if decodes.positions.item(i) % size:
+            num_rows = decodes.positions.item(i) % size
+            if num_rows:
                 old = rows.tables.item(row, index)
-                if not books.is_shared(old, plan.let_go):
+                if not books.is_shared(old, num_rows, plan.let_go):
                     rows.set_shared(row, False)
                     plan.unshared.append(row)
                     continue
@@ -66,7 +67,7 @@ class Growth:
                 sits_out.append(i)
                 continue
             block = books.tree.allocate(1)
-            if decodes.positions.item(i) % size:
+            if num_rows:
                 rows.tables[row, index] = block.item(0)
                 decodes.put_copy(i, index, block.item(0))
                 plan.copied.append(Copied(row, index, old, block.item(0)))

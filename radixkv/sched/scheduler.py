@@ -489,7 +489,10 @@ class Scheduler:
             return num_samples
         books.counters.recomputed_tokens += max(0, min(end, seq._high_water) - start)
         rows.computed[seq.row] = end
-        books.publish(seq, with_tail=False)
+        if num_samples:
+            books.publish_prompt(seq)
+        else:
+            books.publish(seq, with_tail=False)
         if not num_samples:
             if seq._waiters:
                 self._admission.queue.wake(seq, end)

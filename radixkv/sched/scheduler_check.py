@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.core.block_states import CACHED
 from radixkv.core.errors import CacheCorruptionError
@@ -77,6 +78,7 @@ def check_scheduler(scheduler: Scheduler, exclusive: bool) -> None:
         np.add.at(refs, rows.table(seq.row), 1)
     if plan is not None:
         np.add.at(refs, [copied.old for copied in plan.copied] + [block for block, _ in plan.tails], 1)
+    _check_writers(scheduler, refs)
     refs += pool._state & CACHED
     wrong = refs != pool.refcounts if exclusive else refs > pool.refcounts
     if wrong.any():
@@ -120,9 +122,20 @@ def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
     steps = 0 if scheduler._step is None else int((scheduler._step.rows == row).any())
     if computed != known - 1 or num_blocks != -(-(computed + steps) // size):
         raise CacheCorruptionError(f"{seq} decodes in {num_blocks} blocks")
-    # Whoever may write into a block has it alone, or knows that it may not.
-    if computed % size and not rows.shared[row] and not steps and books.is_shared(int(table[-1]), {}):
-        raise CacheCorruptionError(f"{seq} would write into block {int(table[-1])}, which others hold")
+
+
+def _check_writers(scheduler: Scheduler, held: npt.NDArray[np.int64]) -> None:
+    """Whoever will write into a block is the only sequence that holds it, or knows that it may not."""
+    books, rows, pool = scheduler._books, scheduler._rows, scheduler._books.pool
+    for seq in books.decoding:
+        block = rows.table(seq.row)[-1]
+        num_rows = rows.computed.item(seq.row) % books.block_size
+        if not num_rows or rows.shared[seq.row] or scheduler._is_in_step(seq):
+            continue
+        # What the tree says of a block, beside its writer's own rows, must stay as it is.
+        cached_rows = books.block_size - pool._gaps[block] if pool._state[block] & CACHED else 0
+        if held[block] > 1 or cached_rows > num_rows:
+            raise CacheCorruptionError(f"{seq} would write into block {block}, which others hold")
 
 
 def _check_host(scheduler: Scheduler, seqs: list[Sequence], exclusive: bool) -> None:

@@ -17,7 +17,8 @@ class Decodes:
     """A set of decoding sequences in order of arrival, and what a step needs of each.
 
     As long as the set is the same, the next step's positions and slots are these plus one, and only who crosses a
-    border between blocks needs more. Arrays that were handed out in a step are never written to again.
+    border between blocks needs more. Arrays that were handed out in a step are not written to again, except for
+    block tables, behind the blocks that the step reads.
 
     Attributes:
         seqs: The sequences.
@@ -84,7 +85,7 @@ class Decodes:
         if width > self.tables.shape[1]:
             self._widen(width)
         else:
-            self.tables = self.tables.copy()
+            # In place: steps that were made before do not read so far.
             self.tables[who, num_blocks] = blocks
         self.slots[who] = blocks.astype(np.int64) * self.block_size
         return at

@@ -62,7 +62,12 @@ class Admission:
     def take_back(self, entered: Entered) -> None:
         """The step in which a sequence entered failed: it waits as before."""
         seq, is_first = entered
-        books = self._books
+        books, request = self._books, seq.request
+        if request._first is seq and not request._counted:
+            request._first = None
+            request.num_cached_tokens = 0
+        if seq.state == FINISHED:  # aborted meanwhile
+            return
         self.leave_pending(seq)
         books.stop(seq)
         books.pool.release(books.rows.table(seq.row))
@@ -74,9 +79,6 @@ class Admission:
         books.set_state(seq, WAITING if seq._host is None else SWAPPED)
         if is_first:
             seq._started = False
-            if seq.request._first is seq:
-                seq.request._first = None
-                seq.request.num_cached_tokens = 0
         self.queue.taken_back(seq)
 
     def leave_pending(self, seq: Sequence) -> None:

@@ -148,6 +148,18 @@ class Books:
         tail = num_tokens % self.block_size and self.config.share_prefixes
         self.publish(seq, with_tail=bool(tail) and self.tree.match_length(tokens, namespace) < num_tokens)
 
+    def share_blocks(self, seq: Sequence, child: Sequence) -> None:
+        """`child`, which has a row and no blocks, goes on where `seq` is."""
+        rows = self.rows
+        table = rows.table(seq.row).copy()
+        self.pool.retain(table)
+        rows.set_table(child.row, table)
+        rows.computed[child.row] = computed = rows.computed.item(seq.row)
+        child._high_water = computed
+        if computed % self.block_size:
+            rows.set_shared(seq.row, True)
+            rows.set_shared(child.row, True)
+
     def release(self, seq: Sequence) -> None:
         """Give back the blocks and the row of a sequence."""
         self.pool.release(self.rows.table(seq.row))

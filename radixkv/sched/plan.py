@@ -63,6 +63,7 @@ class Plan:
         "chunks",
         "copied",
         "decodes",
+        "disturbed",
         "entered",
         "finished",
         "grown",
@@ -98,6 +99,7 @@ class Plan:
         self.swap_in: list[tuple[BlockIds, BlockIds]] = []  # host blocks, blocks
         self.num_pledged = 0  # of the blocks that become free when the step is complete: wanted already
         self.short = False  # somebody who runs did not get a block
+        self.disturbed = False  # some sequence ended while the step was out
         # Aborted meanwhile, with the tokens they had; their rows and blocks go when the step ends.
         self.aborted: list[tuple[Sequence, TokenArray]] = []
 

@@ -36,6 +36,7 @@ class Request:
 
     __slots__ = (
         "_canonical",
+        "_counted",
         "_first",
         "arrival",
         "max_new_tokens",
@@ -64,6 +65,7 @@ class Request:
         self.sequences: list[Sequence] = []
         self.num_cached_tokens = 0
         self._first: Sequence | None = None  # the one whose admission counts as the request's
+        self._counted = False  # that admission is in the statistics
         self.set_namespace(namespace)
 
     def set_namespace(self, namespace: Namespace) -> None:

@@ -16,15 +16,15 @@ from radixkv.core.tokens import as_tokens
 from radixkv.sched.admission import Admission
 from radixkv.sched.assembly import assemble
 from radixkv.sched.books import Books
+from radixkv.sched.completion import Completion
 from radixkv.sched.config import SchedulerConfig
-from radixkv.sched.decodes import append_some
-from radixkv.sched.plan import Chunk, Plan, next_chunk
+from radixkv.sched.lifecycle import Lifecycle
+from radixkv.sched.plan import Plan, next_chunk
 from radixkv.sched.preemption import Growth
 from radixkv.sched.request import FINISHED, RUNNING, SWAPPED, WAITING, Request, Sequence
 from radixkv.sched.scheduler_check import check_scheduler
 from radixkv.sched.stats import SchedulerStats
 from radixkv.sched.step import Completed, Step
-from radixkv.sched.waiting import insert_by_key
 
 __all__ = ["Scheduler"]
 
@@ -77,7 +77,9 @@ class Scheduler:
         self._rows = books.rows
         self._admission = Admission(books)
         self._growth = Growth(books, self._admission)
-        self._requests: dict[Hashable, Request] = {}
+        self._lifecycle = Lifecycle(books, self._admission)
+        self._completion = Completion(books, self._admission, self._growth, self._lifecycle)
+        self._requests = self._lifecycle.requests
         self._num_arrived = 0
         self._num_steps = 0
         self._step: Step | None = None  # the one that is out
@@ -196,13 +198,7 @@ class Scheduler:
         request = Request(rid, prompt, namespace, max_new_tokens, n, self._num_arrived)
         with self._pool.lock:
             request.sequences = [Sequence(self, request, i, prompt) for i in range(n)]
-            first = request.sequences[0]
-            first._followers = request.sequences[1:]
-            for follower in first._followers:
-                follower._leader = first
-            self._admission.queue.add(first)
-            self._books.num[WAITING] += n
-            self._requests[rid] = request
+            self._lifecycle.start(request)
             self._num_arrived += 1
         return request
 
@@ -221,15 +217,15 @@ class Scheduler:
             # Those that would fork from another one first.
             for seq in sorted(request.sequences, key=lambda seq: seq._leader is None):
                 if seq.state != FINISHED:
-                    self._end(seq, "abort", publish=False)
+                    self._lifecycle.end(seq, "abort", publish=False, step=self._step)
             self._settle()
         return True
 
     def drop(self, seq: Sequence, reason: str) -> None:
         """End one sequence at any moment, also while a step is out; what that step computes of it is not cached.
 
-        For a sequence whose computation failed. Those that wait to fork from it (`Step.sequences_of`) are to be
-        dropped first, or one of them takes its place.
+        For a sequence whose computation failed. Of those that wait to fork from it (`Step.sequences_of`), if they
+        are not dropped before, one takes its place.
 
         Raises:
             InvalidRequestError: It is finished already.
@@ -237,7 +233,7 @@ class Scheduler:
         if seq.state == FINISHED:
             raise InvalidRequestError(f"{seq} is finished already")
         with self._pool.lock:
-            self._end(seq, reason, publish=False)
+            self._lifecycle.end(seq, reason, publish=False, step=self._step)
             self._settle()
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -250,7 +246,7 @@ class Scheduler:
         if seq.state == FINISHED:
             raise InvalidRequestError(f"{seq} is finished already")
         with self._pool.lock:
-            self._end(seq, reason, publish=True)
+            self._lifecycle.end(seq, reason, publish=True, step=None)
             self._settle()
 
     def fork(self, seq: Sequence) -> Sequence:
@@ -272,26 +268,10 @@ class Scheduler:
                 f"{self._config.max_num_seqs}"
             )
         with self._pool.lock:
-            request, books = seq.request, self._books
+            request = seq.request
             child = Sequence(self, request, len(request.sequences), seq.all_tokens())
             request.sequences.append(child)
-            books.num[WAITING] += 1
-            if seq.state != RUNNING:
-                self._admission.queue.add(child)
-                return child
-            child._started = True
-            leader = seq if seq._prefilling else seq._leader
-            if leader is not None:
-                child._leader = leader
-                insert_by_key(leader._followers, child)
-                books.take_row(child)
-                books.set_state(child, RUNNING)
-            else:
-                books.take_row(child)
-                books.set_state(child, RUNNING)
-                self._share_blocks(seq, child)
-                books.start_decoding(child)
-            books.epoch += 1
+            self._lifecycle.fork(seq, child)
             self._settle()
         return child
 
@@ -309,29 +289,13 @@ class Scheduler:
             InvalidRequestError: A step is out.
         """
         self._require_no_step("restart")
-        books, queue = self._books, self._admission.queue
         names = {} if key_of is None else {rid: key_of(request) for rid, request in self._requests.items()}
         with self._pool.lock:
-            for seq in books.running():
-                self._admission.leave_pending(seq)
-                seq._high_water = max(seq._high_water, seq.num_computed)
-                books.stop(seq)
-                books.release(seq)
-                books.set_state(seq, WAITING)
-                for follower in seq._followers:
-                    books.give_row_back(follower)
-                    books.set_state(follower, WAITING)
-                queue.add(seq)
-            waiting = queue.ready()  # nobody is parked: there is nobody to wait for
-            for seq in waiting:
-                queue.discard(seq)
-                if seq.state == SWAPPED:
-                    books.release_host(seq)
-                    books.set_state(seq, WAITING)
+            waiting = self._lifecycle.restart()
             for rid, name in names.items():
                 self._requests[rid].set_namespace(name)
             for seq in waiting:
-                queue.add(seq)
+                self._admission.queue.add(seq)
             self._settle()
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -363,11 +327,11 @@ class Scheduler:
                     return None
                 step = assemble(self._books, plan, self._num_steps)
             except BaseException:
-                self._undo(plan)
+                self._completion.undo(plan)
                 raise
             finally:
                 for seq in plan.finished:
-                    self._forget(seq.request)
+                    self._lifecycle.forget(seq.request)
             self._num_steps += 1
             self._step = step
             self._settle()
@@ -394,28 +358,11 @@ class Scheduler:
         reasons = dict(finished or {})
         if reasons and not all(0 <= at < len(sampled) for at in reasons):
             raise InvalidRequestError(f"finished names {sorted(reasons)}, of {len(sampled)} sampled tokens")
-        plan, books = step.plan, self._books
         with self._pool.lock:
             self._step = None
-            ignored = (
-                [i for i, seq in enumerate(step.sampling_seqs) if seq.state == FINISHED]
-                if plan.aborted
-                else []
-            )
-            self._carried_out(plan)
-            books.counters.computed_tokens += step.num_tokens
-            num = step.num_decodes
-            ended: list[tuple[Sequence, str]] = []
-            if num:
-                self._complete_decodes(plan, sampled[:num], reasons, ended)
-            forked: list[Sequence] = []
-            for chunk in plan.chunks:
-                num += self._complete_chunk(chunk, sampled, num, reasons, ended, forked)
-            for seq, reason in ended:
-                self._end(seq, reason, publish=True)
-            self._release_aborted(plan)
+            done = self._completion.complete(step, sampled, reasons)
             self._settle()
-        return Completed([seq for seq, _ in ended], forked, ignored)
+        return done
 
     def fail(self, step: Step) -> None:
         """The step was not carried out, or not to its end: everything is as before it, and nothing is published.
@@ -429,7 +376,7 @@ class Scheduler:
         self._require_step(step)
         with self._pool.lock:
             self._step = None
-            self._undo(step.plan)
+            self._completion.undo(step.plan)
             self._settle()
 
     # -- for tests -------------------------------------------------------------------------------------------
@@ -444,207 +391,6 @@ class Scheduler:
             check_scheduler(self, exclusive)
 
     # -- inner -----------------------------------------------------------------------------------------------
-
-    def _complete_decodes(
-        self,
-        plan: Plan,
-        tokens: npt.NDArray[np.int64],
-        reasons: dict[int, str],
-        ended: list[tuple[Sequence, str]],
-    ) -> None:
-        books, decodes, rows = self._books, plan.decodes, self._rows
-        assert decodes is not None
-        seqs = decodes.seqs
-        if plan.keep is None:
-            decodes.append(tokens)
-            at = decodes.rows
-            maybe = decodes.steps_left <= 0
-        else:
-            at = decodes.rows[plan.keep]
-            append_some(rows, at, tokens)
-            seqs = [seqs[i] for i in plan.keep.tolist()]
-            books.decodes_changed()
-            maybe = True
-        full = (rows.known[at] >= rows.limit[at]).nonzero()[0].tolist() if maybe else []
-        if full or reasons:
-            num = len(tokens)
-            for i in sorted({*full, *(i for i in reasons if i < num)}):
-                if seqs[i].state == RUNNING:
-                    ended.append((seqs[i], reasons.get(i, "length")))
-
-    def _complete_chunk(
-        self,
-        chunk: Chunk,
-        tokens: npt.NDArray[np.int64],
-        first: int,
-        reasons: dict[int, str],
-        ended: list[tuple[Sequence, str]],
-        forked: list[Sequence],
-    ) -> int:
-        """One chunk is computed; how many tokens were sampled for it, the first of which is `tokens[first]`."""
-        books, rows = self._books, self._rows
-        seq, start, num_tokens, num_samples = chunk
-        end = start + num_tokens
-        if seq.state == FINISHED:  # aborted meanwhile
-            return num_samples
-        books.counters.recomputed_tokens += max(0, min(end, seq._high_water) - start)
-        rows.computed[seq.row] = end
-        if num_samples:
-            books.publish_prompt(seq)
-        else:
-            books.publish(seq, with_tail=False)
-        if not num_samples:
-            if seq._waiters:
-                self._admission.queue.wake(seq, end)
-            return 0
-        self._admission.leave_pending(seq)
-        books.stop(seq)
-        followers, seq._followers = seq._followers, []
-        for follower in followers:
-            follower._leader = None
-            self._share_blocks(seq, follower)
-            forked.append(follower)
-        for i, each in enumerate((seq, *followers), first):
-            books.start_decoding(each)
-            rows.append(each.row, tokens.item(i))
-            if i in reasons or rows.known.item(each.row) >= rows.limit.item(each.row):
-                ended.append((each, reasons.get(i, "length")))
-        return num_samples
-
-    def _share_blocks(self, seq: Sequence, child: Sequence) -> None:
-        """`child`, which has a row, goes on where `seq` is."""
-        rows = self._rows
-        table = rows.table(seq.row).copy()
-        self._pool.retain(table)
-        rows.set_table(child.row, table)
-        rows.computed[child.row] = computed = rows.computed.item(seq.row)
-        child._high_water = computed
-        if computed % self._tree.block_size:
-            rows.set_shared(seq.row, True)
-            rows.set_shared(child.row, True)
-
-    def _end(self, seq: Sequence, reason: str, publish: bool) -> None:
-        """End a sequence, in whatever state it is."""
-        books, admission, queue = self._books, self._admission, self._admission.queue
-        plan = None if self._step is None else self._step.plan
-        if seq._leader is not None:  # it has no blocks yet
-            seq._leader._followers.remove(seq)
-            seq._leader = None
-            if seq.row >= 0:
-                books.give_row_back(seq)
-        elif seq.state == RUNNING and seq._followers:
-            self._promote(seq)
-        elif seq.state == RUNNING:
-            if seq._prefilling:
-                admission.leave_pending(seq)
-            books.stop(seq)
-            if plan is not None and self._is_in_step(seq):
-                plan.aborted.append((seq, seq.all_tokens()))
-            else:
-                if publish:
-                    books.publish(seq, with_tail=True)
-                books.release(seq)
-        else:
-            if seq._blocker is not None:
-                queue.unpark(seq)
-            else:
-                queue.discard(seq)
-            if seq.row >= 0:  # it is being swapped out
-                assert plan is not None
-                plan.aborted.append((seq, seq.all_tokens()))
-            else:
-                books.release_host(seq)
-            if seq._followers:
-                first, *others = seq._followers
-                seq._followers = []
-                self._lead(first, others)
-                queue.add(first)
-        books.set_state(seq, FINISHED)
-        seq.finish_reason = reason
-        self._forget(seq.request)
-
-    def _promote(self, seq: Sequence) -> None:
-        """Of those that wait for one to compute their tokens, the first takes its place, its row and its blocks."""
-        books, rows, pending = self._books, self._rows, self._admission.pending
-        first, *others = seq._followers
-        seq._followers = []
-        books.stop(seq)
-        first.row, seq.row = seq.row, first.row
-        rows.seqs[first.row], rows.seqs[seq.row] = first, seq
-        first._high_water = seq._high_water
-        pending.replace(seq, first)
-        first._waiters, seq._waiters = seq._waiters, []
-        for _, waiter in first._waiters:
-            waiter._blocker = first
-        self._lead(first, others)
-        books.start_prefilling(first)
-        books.give_row_back(seq)
-
-    def _lead(self, first: Sequence, others: list[Sequence]) -> None:
-        """The others will fork from the first."""
-        first._leader = None
-        first._followers = others
-        for other in others:
-            other._leader = first
-
-    def _is_in_step(self, seq: Sequence) -> bool:
-        return self._step is not None and bool((self._step.rows == seq.row).any())
-
-    def _carried_out(self, plan: Plan) -> None:
-        """What the step read need not be kept for it any longer."""
-        books = self._books
-        counters = books.counters
-        read = [copied.old for copied in plan.copied] + [block for block, _ in plan.tails]
-        if read:
-            self._pool.release(read)
-            counters.cow_copies += len(read)
-        for leaving in plan.leaving:
-            self._growth.has_left(leaving)
-        for host, _ in plan.swap_in:
-            counters.swapped_in_blocks += len(host)
-        for seq, is_first in plan.entered:
-            books.release_host(seq)
-            if is_first and seq.request._first is seq:
-                counters.admissions += 1
-                counters.prompt_tokens += len(seq.request.tokens)
-                counters.hit_tokens += seq.request.num_cached_tokens
-        counters.steps += 1
-
-    def _undo(self, plan: Plan) -> None:
-        """Put back what a step that is not carried out has changed."""
-        books, rows = self._books, self._rows
-        for row, place, old, new in plan.copied:
-            rows.tables[row, place] = old
-            self._pool.release(new)
-        for at, blocks in plan.grown:
-            rows.num_blocks[at] -= 1
-            self._pool.release(blocks)
-        for row in plan.unshared:
-            rows.set_shared(row, True)
-        if plan.tails:
-            self._pool.release([block for block, _ in plan.tails])
-        for entered in reversed(plan.entered):
-            if entered.seq.state != FINISHED:
-                self._admission.take_back(entered)
-        for leaving in reversed(plan.leaving):
-            if leaving.seq.state != FINISHED:
-                self._growth.take_back(leaving)
-        self._release_aborted(plan)
-        books.decodes_changed()
-        books.epoch += 1
-
-    def _release_aborted(self, plan: Plan) -> None:
-        """Those that were aborted while the step was out give back their rows and blocks."""
-        for seq, tokens in plan.aborted:
-            if seq.row >= 0:
-                self._books.release(seq)
-            self._books.release_host(seq)
-            seq._tokens = tokens
-
-    def _forget(self, request: Request) -> None:
-        """If all of a request is finished, its name may be used again."""
-        if all(seq.state == FINISHED for seq in request.sequences):
-            self._requests.pop(request.rid, None)
 
     def _settle(self) -> None:
         """The end of every change."""

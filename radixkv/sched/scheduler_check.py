@@ -20,7 +20,7 @@ def check_scheduler(scheduler: Scheduler, exclusive: bool) -> None:
     books, rows, admission = scheduler._books, scheduler._rows, scheduler._admission
     plan = None if scheduler._step is None else scheduler._step.plan
     aborted = [seq for seq, _ in plan.aborted] if plan is not None else []
-    seqs = [seq for request in scheduler._requests.values() for seq in request.sequences]
+    seqs = [seq for request in scheduler._lifecycle.requests.values() for seq in request.sequences]
     everybody = {*seqs, *aborted}
 
     # Rows.
@@ -86,7 +86,7 @@ def check_scheduler(scheduler: Scheduler, exclusive: bool) -> None:
         raise CacheCorruptionError(
             f"block {block} has {pool.refcount(block)} references, tables and tree {int(refs[block])}"
         )
-    _check_host(scheduler, [*seqs, *aborted], exclusive)
+    _check_host(scheduler, everybody, exclusive)
 
 
 def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
@@ -119,7 +119,7 @@ def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
         if computed >= known or num_blocks != -(-known // size):
             raise CacheCorruptionError(f"{seq} prefills in {num_blocks} blocks")
         return
-    steps = 0 if scheduler._step is None else int((scheduler._step.rows == row).any())
+    steps = 0 if scheduler._step is None else scheduler._step.has_row(row)
     if computed != known - 1 or num_blocks != -(-(computed + steps) // size):
         raise CacheCorruptionError(f"{seq} decodes in {num_blocks} blocks")
 
@@ -130,7 +130,11 @@ def _check_writers(scheduler: Scheduler, held: npt.NDArray[np.int64]) -> None:
     for seq in books.decoding:
         block = rows.table(seq.row)[-1]
         num_rows = rows.computed.item(seq.row) % books.block_size
-        if not num_rows or rows.shared[seq.row] or scheduler._is_in_step(seq):
+        if (
+            not num_rows
+            or rows.shared[seq.row]
+            or (scheduler._step is not None and scheduler._step.has_row(seq.row))
+        ):
             continue
         # What the tree says of a block, beside its writer's own rows, must stay as it is.
         cached_rows = books.block_size - pool._gaps[block] if pool._state[block] & CACHED else 0
@@ -138,7 +142,7 @@ def _check_writers(scheduler: Scheduler, held: npt.NDArray[np.int64]) -> None:
             raise CacheCorruptionError(f"{seq} would write into block {block}, which others hold")
 
 
-def _check_host(scheduler: Scheduler, seqs: list[Sequence], exclusive: bool) -> None:
+def _check_host(scheduler: Scheduler, seqs: set[Sequence], exclusive: bool) -> None:
     host = scheduler._books.host
     refs = np.zeros(host.num_blocks if host is not None else 0, np.int64)
     for seq in seqs:

@@ -117,6 +117,10 @@ class Step:
         """Sequences that ended with "capacity" when this step was made."""
         return self.plan.finished
 
+    def has_row(self, row: int) -> bool:
+        """Whether the sequence of that row is in this step."""
+        return bool((self.rows == row).any())
+
     def select(self, entry: int) -> Step:
         """One entry of this step as a step of its own, without moves: to find out which of them a model fails on."""
         start, stop = self.query_starts[entry], self.query_starts[entry + 1]

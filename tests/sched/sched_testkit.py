@@ -66,6 +66,7 @@ class Caller:
         self.host_memory = np.full((max(host_blocks, 1), block_size), JUNK, np.int64)
         self.longest = self.scheduler.config.max_seq_len or 2**40
         self.weights = 0
+        self.before = None
         self.tokens = {}  # of each sequence
         self.known = {}  # the KV of cached tokens; only saves time
         self.kv = {}  # what the KV of those must be
@@ -153,7 +154,8 @@ class Caller:
         return np.array(tokens, np.int64), reasons
 
     def complete(self, step, tokens, reasons=None):
-        live = [seq.state != "finished" for seq in step.sampling_seqs]
+        # Those that were dropped meanwhile get no token, nor those that were to fork from one that was.
+        live = [seq.state == "running" for seq in step.sampling_seqs]
         for seq, token, alive in zip(step.sampling_seqs, tokens.tolist(), live, strict=True):
             if alive:
                 self.tokens_of(seq).append(token)
@@ -161,6 +163,7 @@ class Caller:
             (self.scheduler.sequence(row), int(end - num), int(end))
             for row, num, end in zip(step.rows.tolist(), step.query_lens, step.context_lens, strict=True)
         ]
+        self.before = None
         done = self.scheduler.complete(step, tokens, reasons)
         assert done.ignored == [i for i, alive in enumerate(live) if not alive]
         self.ended += done.finished
@@ -168,7 +171,41 @@ class Caller:
             assert seq.all_tokens().tolist() == self.tokens_of(seq)
         return done
 
+    def snapshot(self):
+        """All that a failed step must leave as it was. (What it evicted stays evicted.)"""
+        scheduler, rows = self.scheduler, self.scheduler._rows
+        seqs = [seq for request in scheduler._requests.values() for seq in request.sequences]
+        state = {
+            seq: (
+                seq.state,
+                seq.row,
+                seq.num_computed,
+                seq.all_tokens().tolist(),
+                seq.num_preemptions,
+                rows.table(seq.row).tolist() if seq.row >= 0 else None,
+                bool(rows.shared[seq.row]) if seq.row >= 0 else None,
+                seq._host.tolist() if seq._host is not None else None,
+                seq._prefilling,
+                [follower.key for follower in seq._followers],
+                seq.request.num_cached_tokens,
+            )
+            for seq in seqs
+        }
+        # Who waits for a prefix of one that is still computing it may go on waiting.
+        parked = [seq for some in scheduler._books.prefilling for _, seq in some._waiters]
+        queue = sorted(seq.key for seq in [*scheduler._admission.queue.ready(), *parked])
+        running = [
+            [seq.key for seq in some] for some in (scheduler._books.decoding, scheduler._books.prefilling)
+        ]
+        return state, queue, running, len(scheduler._admission.pending), self.counters()
+
+    def counters(self):
+        counters = self.scheduler._books.counters
+        return {name: getattr(counters, name) for name in counters.__slots__}
+
     def schedule(self):
+        self.before = self.snapshot() if self.checks else None
+        self.num_requests = len(self.scheduler._requests)  # more of them, and the snapshot is of no use
         step = self.scheduler.schedule()
         if step is not None:
             self.ended += step.finished
@@ -195,7 +232,12 @@ class Caller:
             self.move(step)
         if progress > 1:
             self.forward(step, last_entry=(progress - 2) * step.num_seqs // 2)
+        stands = step.finished or any(seq.state == "waiting" for seq in step.preempted)
+        undisturbed = not (stands or step.plan.disturbed)
         self.scheduler.fail(step)
+        if self.before is not None and undisturbed and len(self.scheduler._requests) == self.num_requests:
+            assert self.snapshot() == self.before
+        self.before = None
 
     def run(self, most=20_000):
         """Steps until all is finished."""

@@ -92,7 +92,10 @@ class Session:
         if rng.random() < trouble:
             seq = self.some()
             if seq is not None:
-                self.scheduler.abort(seq.request.rid)
+                if rng.random() < 0.5:
+                    self.scheduler.abort(seq.request.rid)
+                else:
+                    self.scheduler.drop(seq, "test")
                 self.scheduler.check(exclusive=not caller.guests)
         if rng.random() < trouble:
             self.add()

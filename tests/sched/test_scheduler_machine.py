@@ -91,6 +91,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.abort(request.rid)
         assert request.state == "finished"
 
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), do=seldom)
+    def drop(self, data, do):
+        if do:
+            self.scheduler.drop(data.draw(st.sampled_from(self.live())), "test")
+
     @idle
     @precondition(lambda self: self.live())
     @rule(data=st.data(), do=seldom)

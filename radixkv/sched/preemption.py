@@ -73,11 +73,9 @@ class Growth:
                 plan.copied.append(Copied(row, index, old, block.item(0)))
                 plan.let_go[old] = plan.let_go.get(old, 0) + 1
                 plan.unshared.append(row)
+                rows.set_shared(row, False)
             else:
                 plan.grown.append((decodes.grow(np.array([i]), block), block))
-                if rows.shared[row]:
-                    plan.unshared.append(row)  # its last block is full, and never written to again
-            rows.set_shared(row, False)
         if plan.short:
             out = set(sits_out)
             plan.keep = np.array(
@@ -148,7 +146,7 @@ class Growth:
             return True
         num_shared = books.rows.num_blocks.item(seq.row) - num_own
         num_tokens = books.rows.computed.item(seq.row) - num_shared * books.block_size
-        return 2 * config.swap_cost * num_own < num_tokens
+        return 2 * config.swap_cost * num_own * books.block_size < num_tokens
 
     # -- how a preemption by swap ends -----------------------------------------------------------------------
 

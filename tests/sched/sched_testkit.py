@@ -186,6 +186,7 @@ class Caller:
                 bool(rows.shared[seq.row]) if seq.row >= 0 else None,
                 seq._host.tolist() if seq._host is not None else None,
                 seq._prefilling,
+                seq._started,
                 [follower.key for follower in seq._followers],
                 seq.request.num_cached_tokens,
             )

@@ -315,6 +315,18 @@ def test_fc30_blocks_are_not_handed_out_while_they_are_copied_out(ending):
     caller.check_empty()
 
 
+def test_fc30_only_what_nobody_else_holds_is_copied_out():
+    caller = Caller(num_blocks=11, block_size=4, host_blocks=11, preemption="swap", watermark=0.0)
+    request = caller.add(range(18), 16, n=2)  # four whole blocks are shared, and none of them may go
+    step_until(caller, lambda: request.sequences[1].state == "swapped")
+    stats = caller.scheduler.stats
+    assert stats.swapped_out_blocks == (request.sequences[1]._host >= 0).sum() <= 4
+    assert (request.sequences[1]._host[:4] == -1).all()
+    caller.run()
+    caller.check_outputs([request])
+    caller.check_empty()
+
+
 def test_fc31_books_per_tier():
     """Per tier: free is a recount and within bounds, after every step of random traffic over two tiny tiers."""
     rng = np.random.default_rng(3)

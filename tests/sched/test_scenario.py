@@ -23,7 +23,7 @@ MODES = [("recompute", 0), ("swap", 64), ("swap", 6), ("auto", 64)]
 
 def run(num_blocks, preemption="recompute", host_blocks=0, n=1, **options):
     options = {"max_batched_tokens": 64, "max_num_seqs": 6 * n, **options}
-    caller = Caller(num_blocks, BLOCK, host_blocks, preemption=preemption, swap_cost=0.5, **options)
+    caller = Caller(num_blocks, BLOCK, host_blocks, preemption=preemption, swap_cost=0.2, **options)
     requests = [caller.add(p, new, n=n) for p, (_, new) in zip(PROMPTS, SHAPES, strict=True)]
     caller.run()
     caller.check_outputs(requests)

@@ -25,13 +25,11 @@ class InterruptsHeld:
     Args:
         later: Deliver it a moment after the block instead of at its end: a finalizer must not raise, because
             Python would print and swallow the `KeyboardInterrupt`.
-        insist: A second interrupt within the block goes through at once: for blocks that may take seconds, and can
-            be left half-way.
     """
 
-    def __init__(self, later: bool = False, insist: bool = False) -> None:
+    def __init__(self, later: bool = False) -> None:
         self._later = later
-        self._insist = insist
+        self._insist = False
         self._previous: Any = None
         self._came: tuple[int, FrameType | None] | None = None
 
@@ -56,11 +54,26 @@ class InterruptsHeld:
         else:
             previous(*came)
 
+    def insisting(self) -> _Insisting:
+        """A part of the block, one that may take seconds and can be left half-way: a second interrupt goes through."""
+        return _Insisting(self)
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
         again, self._came = self._came is not None, (signum, frame)
         if again and self._insist:
             self._came = None
             self._previous(signum, frame)
+
+
+class _Insisting:
+    def __init__(self, held: InterruptsHeld) -> None:
+        self._held = held
+
+    def __enter__(self) -> None:
+        self._held._insist = True
+
+    def __exit__(self, *_: object) -> None:
+        self._held._insist = False
 
 
 class _Held(threading.local):

@@ -40,7 +40,7 @@ class KVSource(Protocol):
 class ModelPlug(Protocol):
     """What the facade needs of the code that knows a model's library (see `radixkv.hf`)."""
 
-    def attach(self, model: Any, namespace: Namespace) -> int: ...
+    def attach(self, model: Any, namespace: Namespace, holder: list[int] | None = None) -> None: ...
     def detach(self, attachment: int | None = None) -> None: ...
     def session(
         self, input_ids: Any, namespace: Namespace, attention_mask: Any
@@ -95,11 +95,20 @@ class _Attached:
         self._attachments: list[int] = []
 
     def __enter__(self) -> PrefixCache:
-        self._attachments.append(self._plug.attach(*self._call))
+        self._plug.attach(*self._call, self._attachments)
         return self._cache
 
     def __exit__(self, *_: object) -> None:
-        self._plug.detach(self._attachments.pop())
+        self._end()
+
+    def __del__(self) -> None:
+        # Ctrl-C at the very entry of `__exit__` ends it before its first line.
+        self._end()
+
+    def _end(self) -> None:
+        while self._attachments:  # forgotten only when done, and done twice does no harm
+            self._plug.detach(self._attachments[-1])
+            self._attachments.pop()
 
 
 class PrefixCache:

@@ -26,15 +26,18 @@ class Completion:
         token_ids: The new tokens; an end-of-sequence or stop token is the last of them.
         text: Their text, special tokens left out and cut before a stop string; None without a tokenizer.
         finish_reason: `stop` (end of sequence, stop token or string, or a stopping criterion), `length`
-            (`max_new_tokens`, or the model's longest sequence), `capacity` (the pool has no room for one more token
-            of this sequence alone), `abort`, or `error`.
+            (`max_new_tokens`, or the longest sequence the engine takes), `capacity` (the pool has no room for one
+            more token of this sequence though no other one runs: it is too small, or pins and other users of the
+            cache hold its blocks), `abort`, or `error`.
         num_prompt_tokens: Tokens of the prompt.
         num_cached_tokens: Of these, tokens whose prefill was skipped because their KV was cached when the
             request was first admitted. What a preempted request finds of itself does not count.
         ttft_s: Seconds from adding the request to its first new token; None if there was none.
         latency_s: Seconds from adding the request to its end.
+        prompt_index: Which of the prompts of a `generate` call; None for requests added one by one.
         logprobs: One entry a new token, if they were asked for.
-        error: What went wrong, with reason `error`; else None.
+        error: What went wrong, with reason `error`, or what was missing, with reason `capacity`; else None. The
+            frames of its traceback are cleared, so that it keeps no tensors alive.
     """
 
     rid: Hashable
@@ -46,6 +49,7 @@ class Completion:
     num_cached_tokens: int
     ttft_s: float | None
     latency_s: float
+    prompt_index: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: Exception | None = None
 
@@ -75,9 +79,14 @@ class TokenOutput:
         return self.completion is not None
 
 
-def refused(error: Exception, index: int, began: float) -> Completion:
+def refused(
+    error: Exception, prompt_index: int, index: int, num_prompt_tokens: int, began: float
+) -> Completion:
     """The completion of a prompt that was not taken on; `began` is its `time.perf_counter()`."""
-    return Completion(None, index, [], None, "error", 0, 0, None, time.perf_counter() - began, None, error)
+    spent = time.perf_counter() - began
+    return Completion(
+        None, index, [], None, "error", num_prompt_tokens, 0, None, spent, prompt_index, None, error
+    )
 
 
 def warn_of_errors(done: Sequence[Completion]) -> None:

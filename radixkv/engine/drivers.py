@@ -17,7 +17,7 @@ class Driver(Protocol):
     """What is asked of an engine here."""
 
     @property
-    def has_unfinished(self) -> bool: ...
+    def is_at_work(self) -> bool: ...
 
 
 # Which engine drives a model. Weak on both sides: an engine holds its model.
@@ -34,7 +34,7 @@ def claim(model: torch.nn.Module, engine: Driver) -> None:
     with _drivers_lock:
         reference = _drivers.get(model)
         other = None if reference is None else reference()
-        if other is not None and other is not engine and other.has_unfinished:
+        if other is not None and other is not engine and other.is_at_work:
             raise InvalidRequestError(
                 "another engine is at work on this model: let it finish, or close() it, first"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -9,15 +10,19 @@ from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from radixkv.attention import AttentionBackend
 from radixkv.cache.locking import InterruptsHeld
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.core.errors import InvalidRequestError, RadixKVError
+from radixkv.core.errors import InvalidRequestError, OutOfBlocksError
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.engine.completion import Completion, TokenOutput, refused, warn_of_errors
-from radixkv.engine.detokenize import TextStream
+from radixkv.engine.desk import Desk
 from radixkv.engine.drivers import Door, claim
-from radixkv.engine.executing import Drawn, Executor
+from radixkv.engine.executing import Executor
 from radixkv.engine.inputs import as_prompts, longest_sequence, one_sampling, prompt_ids, sampling_for
 from radixkv.engine.output_stream import OutputStream
 from radixkv.engine.progress import Progress
@@ -27,7 +32,6 @@ from radixkv.engine.sampler import Sampler
 from radixkv.engine.sampling_params import SamplingParams
 from radixkv.engine.stats import EngineStats
 from radixkv.hf.support import unwrap_model
-from radixkv.observe.stats import RequestStats
 from radixkv.sched import Request as SchedRequest
 from radixkv.sched import Scheduler, SchedulerConfig, Sequence, Step
 from radixkv.store.host_tier import HostTier
@@ -62,6 +66,8 @@ class Engine:
         order: Of waiting requests: `"fcfs"` (first come, first served) or `"prefix"` (longest cached prefix first).
         max_overtakes: With `"prefix"`: by how many later requests one may be passed, at most.
         watermark: Share of the pool that is kept free when a request is admitted beside others.
+        swap_cost: For `preemption="auto"`: time to move the KV of a token to host memory, as a multiple of the time to
+            compute it. None takes a value measured on CPUs, or estimated for GPUs.
 
     Raises:
         InvalidRequestError: An option makes no sense, or the cache belongs to another model.
@@ -92,6 +98,7 @@ class Engine:
         order: str = "fcfs",
         max_overtakes: int = 64,
         watermark: float = 0.01,
+        swap_cost: float | None = None,
     ) -> None:
         sizes = {
             "block_size": block_size,
@@ -101,6 +108,25 @@ class Engine:
             "policy": policy,
         }
         given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+        self._model = unwrap_model(model)
+        config = SchedulerConfig(  # before any memory is taken
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            max_seq_len=longest_sequence(self._model, max_seq_len),
+            preemption=preemption,
+            order=order,
+            max_overtakes=max_overtakes,
+            watermark=watermark,
+            swap_cost=_swap_cost(self._model) if swap_cost is None else swap_cost,
+        )
+        if preemption == "swap" and not host_memory:
+            raise InvalidRequestError(
+                'preemption="swap" needs room: give host_memory, such as host_memory="1GiB"'
+            )
+        if preemption == "recompute" and host_memory:
+            raise InvalidRequestError(
+                'host_memory is for preemption="swap" or "auto": leave it out, or choose one of these'
+            )
         if cache is None:
             cache = PrefixCache.for_model(model, **given)
         elif given:
@@ -111,37 +137,19 @@ class Engine:
         self._plug = cache.plug
         self._plug.require_servable(model)
         self._given_model = model
-        self._model = unwrap_model(model)
         self._tokenizer = tokenizer
-        self._longest = longest_sequence(self._model, self._plug, max_seq_len)
-        self._tier: HostTier | None = None
-        if preemption == "swap" and not host_memory:
-            raise InvalidRequestError(
-                'preemption="swap" needs room: give host_memory, such as host_memory="1GiB"'
-            )
-        if host_memory:
-            self._tier = HostTier(cache.store, host_memory)
-        config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens,
-            max_seq_len=self._longest,
-            preemption=preemption,
-            order=order,
-            max_overtakes=max_overtakes,
-            watermark=watermark,
-        )
-        self._scheduler = Scheduler(cache.tree, config, None if self._tier is None else self._tier.pool)
+        self._longest: int = config.max_seq_len or 0
         self._runner = ModelRunner(model, cache.store, attention)
+        self._tier = HostTier(cache.store, host_memory) if host_memory else None
+        self._scheduler = Scheduler(cache.tree, config, None if self._tier is None else self._tier.pool)
         self._sampler = Sampler(self._model, tokenizer)
         self._executor = Executor(cache.store, self._tier, self._runner, self._sampler)
+        self._desk = Desk(tokenizer, self._scheduler, cache.recorder)
         self._circumstances: Any = None
         self._door = Door()
-        self._records: dict[Hashable, Record] = {}
-        self._streams: dict[Any, Stream] = {}
-        self._ready: list[TokenOutput] = []
         self._orphans: deque[object] = deque()
         self._names = itertools.count()
-        self._num_finished = self._num_generated = self._num_steps = 0
+        self._num_steps = 0
 
     def __repr__(self) -> str:
         s = self._scheduler
@@ -169,29 +177,37 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether any request is not finished, or outputs wait for `step()` to hand them out."""
+        return self.is_at_work or bool(self._desk.ready)
+
+    @property
+    def is_at_work(self) -> bool:
         """Whether any request is not finished."""
-        return bool(self._streams)
+        self._sweep()
+        return bool(self._desk.streams)
 
     @property
     def stats(self) -> EngineStats:
         """A snapshot of its counters."""
-        s, tier = self._scheduler.stats, self._tier
+        self._sweep()
+        s = self._scheduler.stats
+        block_bytes = 0 if self._tier is None else self._tier.block_bytes
         return EngineStats(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             swapped=self._scheduler.num_swapped,
-            finished=self._num_finished,
+            finished=self._desk.num_finished,
             steps=self._num_steps,
             prompt_tokens=s.prompt_tokens,
             hit_tokens=s.hit_tokens,
-            generated_tokens=self._num_generated,
+            generated_tokens=self._desk.num_generated,
             preemptions=s.preemptions,
             preemptions_recompute=s.preemptions_recompute,
             preemptions_swap=s.preemptions_swap,
             swapped_out_blocks=s.swapped_out_blocks,
             swapped_in_blocks=s.swapped_in_blocks,
-            swapped_out_bytes=0 if tier is None else tier.num_bytes_out,
-            swapped_in_bytes=0 if tier is None else tier.num_bytes_in,
+            swapped_out_bytes=s.swapped_out_blocks * block_bytes,
+            swapped_in_bytes=s.swapped_in_blocks * block_bytes,
             recomputed_tokens=s.recomputed_tokens,
             cow_copies=s.cow_copies,
             block_utilisation=s.block_utilisation,
@@ -240,14 +256,17 @@ class Engine:
         with self._door.enter():
             self._wake()
             try:
-                for item, wanted in zip(items, params, strict=True):
+                for which, (item, wanted) in enumerate(zip(items, params, strict=True)):
                     began = time.perf_counter()
+                    num_tokens = 0
                     try:
-                        record = self._add(item, wanted, namespace, None, owner)
-                    except RadixKVError as error:
-                        results += [refused(error, i, began) for i in range(wanted.n)]
+                        tokens = prompt_ids(item, self._tokenizer, self._plug.vocab_size)
+                        num_tokens = len(tokens)
+                        record = self._add(tokens, wanted, namespace, None, owner, which)
+                    except Exception as error:  # of ours, or of the tokenizer
+                        results += [refused(error, which, i, num_tokens, began) for i in range(wanted.n)]
                     else:
-                        results.append(list(record.streams))
+                        results.append(record.streams)
                 self._run(owner, sum(p.n for p in params), progress)
             finally:
                 self._abort_owned(owner)
@@ -261,17 +280,17 @@ class Engine:
         return done
 
     def _run(self, owner: object, total: int, progress: bool) -> None:
-        mine = [s for record in self._records.values() if record.owner is owner for s in record.streams]
+        mine = [stream for record in self._desk.owned(owner) for stream in record.streams]
         with Progress(total, progress) as bar:
             finished = total - len(mine)
             want_stats = bar.update(finished, 0)
             while mine:
-                before = self._num_generated
+                before = self._desk.num_generated
                 self._advance()
                 left = [stream for stream in mine if stream.completion is None]
                 finished += len(mine) - len(left)
                 mine = left
-                new = self._num_generated - before
+                new = self._desk.num_generated - before
                 want_stats = bar.update(finished, new, self.stats if want_stats else None)
 
     # -- one step at a time ---------------------------------------------------------------------------------
@@ -301,7 +320,8 @@ class Engine:
         wanted = one_sampling(sampling)
         with self._door.enter():
             self._wake()
-            return self._add(prompt, wanted, namespace, rid, None).rid
+            tokens = prompt_ids(prompt, self._tokenizer, self._plug.vocab_size)
+            return self._add(tokens, wanted, namespace, rid, None).rid
 
     def step(self) -> list[TokenOutput]:
         """One forward: what every running sequence needs next.
@@ -314,9 +334,9 @@ class Engine:
             InvalidRequestError: The model changed into one that cannot be served; or another thread is at work.
         """
         with self._door.enter():
-            if self._streams:
+            if self._desk.streams:
                 self._advance()
-            ready, self._ready = self._ready, []
+            ready, self._desk.ready = self._desk.ready, []
             return ready
 
     def abort(self, rid: Hashable) -> bool:
@@ -328,12 +348,14 @@ class Engine:
             Whether it was there; False if it is unknown or finished already.
         """
         with self._door.enter(reentrant=True):
-            record = self._records.get(rid)
+            record = self._desk.records.get(rid)
             if record is None:
                 return False
-            with self._cache.lock:
-                self._scheduler.abort(rid)
-            self._settle(record)
+            with InterruptsHeld():
+                with self._cache.lock:
+                    self._scheduler.abort(rid)
+                self._desk.settle(record)
+            self._rest()
             return True
 
     def fork(self, rid: Hashable, index: int = 0) -> int:
@@ -353,28 +375,18 @@ class Engine:
             InvalidRequestError: It does not run, or `max_num_seqs` sequences run already.
         """
         with self._door.enter():
-            record = self._records.get(rid)
-            parent = (
-                None
-                if record is None
-                else next((s for s in record.streams if s.sequence.index == index), None)
-            )
-            if record is None or parent is None or parent.completion is not None:
+            record = self._desk.records.get(rid)
+            streams = [] if record is None else record.streams
+            parent = next((s for s in streams if s.sequence.index == index and s.completion is None), None)
+            if parent is None:
                 raise InvalidRequestError(
                     f"request {rid!r} has no unfinished sequence {index}: nothing to fork"
                 )
-            with self._cache.lock:
-                sequence = self._scheduler.fork(parent.sequence)
-            stream = Stream(record, sequence, self._sampler.fork(parent.sampler), None, parent.first_token)
-            stream.num_tokens = parent.num_tokens
-            if parent.logprobs is not None:
-                stream.logprobs = list(parent.logprobs)
-            if self._tokenizer is not None and record.owner is None:
-                stream.text = TextStream(self._tokenizer, stream.sampler.stop)
-                for token in sequence.output_tokens.tolist():
-                    stream.given += len(stream.text.add(token))
-            record.streams.append(stream)
-            self._streams[sequence] = stream
+            sampler = self._sampler.fork(parent.sampler)
+            with InterruptsHeld():
+                with self._cache.lock:
+                    sequence = self._scheduler.fork(parent.sequence)
+                self._desk.add_fork(parent, sequence, sampler)
             return int(sequence.index)
 
     def stream(
@@ -393,7 +405,8 @@ class Engine:
         try:
             with self._door.enter():
                 self._wake()
-                self._add(prompt, wanted, namespace, None, stream.inbox, live=True)
+                tokens = prompt_ids(prompt, self._tokenizer, self._plug.vocab_size)
+                self._add(tokens, wanted, namespace, None, stream.inbox)
         except BaseException:
             stream.close()
             raise
@@ -401,7 +414,7 @@ class Engine:
 
     def _advance_for(self, owner: object) -> bool:
         with self._door.enter():
-            unfinished = any(record.owner is owner for record in self._records.values())
+            unfinished = bool(self._desk.owned(owner))
             if unfinished:
                 self._advance()
             return unfinished
@@ -413,10 +426,9 @@ class Engine:
     def close(self) -> None:
         """Abort everything; what is cached stays in the cache. The engine can be used again."""
         with self._door.enter():
-            for rid in list(self._records):
+            for rid in list(self._desk.records):
                 self.abort(rid)
-            self._ready.clear()
-            self._plug.rest()
+            self._desk.ready.clear()
 
     def __enter__(self) -> Engine:
         return self
@@ -430,109 +442,97 @@ class Engine:
 
     def _wake(self) -> None:
         """Before requests are added: the model must be servable, and no other engine at work on it."""
+        self._sweep()
         claim(self._model, self)
-        if not self._streams:
+        if not self._desk.streams:
             self._plug.require_servable(self._given_model)
             self._circumstances = self._plug.circumstances()
 
+    def _rest(self) -> None:
+        if not self._desk.streams:
+            self._plug.rest()
+
+    def _sweep(self) -> None:
+        """Abort what belonged to streams that were dropped; a finalizer may not do that itself."""
+        if self._orphans and not self._door.in_step:
+            with (
+                contextlib.suppress(InvalidRequestError),
+                self._door.enter(),
+            ):  # else the one who is in will do it
+                while self._orphans:
+                    self._abort_owned(self._orphans.popleft())
+
     def _add(
         self,
-        prompt: Any,
+        tokens: npt.NDArray[np.int64],
         sampling: SamplingParams,
         namespace: Namespace,
         rid: Hashable | None,
         owner: object | None,
-        live: bool = False,
+        prompt_index: int | None = None,
     ) -> Record:
         began = time.perf_counter()
         canonical_namespace(namespace)
-        tokens = prompt_ids(prompt, self._tokenizer, self._plug.vocab_size)
         if len(tokens) >= self._longest:
             raise InvalidRequestError(
                 f"the prompt has {len(tokens)} tokens, and a sequence may have {self._longest}, one new token at least "
                 "among them: shorten it, or raise max_seq_len if the model allows it"
             )
         if rid is None:
-            rid = next(name for name in self._names if name not in self._records)
-        elif rid in self._records:
+            rid = next(name for name in self._names if name not in self._desk.records)
+        elif not isinstance(rid, Hashable):
+            raise InvalidRequestError(
+                f"rid must be hashable, such as an int or a str, got {type(rid).__name__}"
+            )
+        elif rid in self._desk.records:
             raise InvalidRequestError(f"a request named {rid!r} is not finished yet: choose another rid")
         samplers = [self._sampler.start(sampling, tokens, i) for i in range(sampling.n)]
         key = self._plug.key_under(self._circumstances, namespace, len(tokens))
+        room = self._longest - len(tokens)
         with InterruptsHeld(), self._cache.lock:
             request = self._scheduler.add(
                 tokens,
-                max_new_tokens=min(sampling.max_new_tokens, self._longest - len(tokens)),
+                max_new_tokens=room
+                if sampling.max_new_tokens is None
+                else min(sampling.max_new_tokens, room),
                 namespace=key,
                 n=sampling.n,
                 rid=rid,
             )
             self._cache.register_key(namespace, key)
-            record = Record(rid, request, sampling, namespace, owner, began)
+            record = Record(rid, request, sampling, namespace, owner, began, prompt_index)
             for sequence, sampler in zip(request.sequences, samplers, strict=True):
-                text = None
-                if self._tokenizer is not None and (live or owner is None):
-                    text = TextStream(self._tokenizer, sampler.stop)
-                stream = Stream(record, sequence, sampler, text)
-                record.streams.append(stream)
-                self._streams[sequence] = stream
-            self._records[rid] = record
+                record.streams.append(self._desk.new_stream(record, sequence, sampler))
+            self._desk.add(record)
         return record
 
-    def _settle(self, record: Record) -> None:
-        """Make completions of what the scheduler has ended."""
-        for stream in record.streams:
-            if stream.completion is None and stream.sequence.finish_reason is not None:
-                self._end(stream, None, None)
-
-    def _end(self, stream: Stream, token: int | None, text: str | None) -> None:
-        completion = stream.finish(self._tokenizer)
-        del self._streams[stream.sequence]
-        self._num_finished += 1
-        record = stream.record
-        if stream.text is not None and completion.text is not None:  # what was held back is certain now
-            text = (
-                (text or "") + completion.text[stream.given :]
-                if stream.given < len(completion.text)
-                else text
-            )
-        self._give(record, TokenOutput(record.rid, completion.index, token, text, completion))
-        if record.finished:
-            del self._records[record.rid]
-        if not self._streams:
-            self._plug.rest()
-
-    def _give(self, record: Record, output: TokenOutput) -> None:
-        if record.owner is None:
-            self._ready.append(output)
-        elif isinstance(record.owner, deque):
-            record.owner.append(output)
-
     def _abort_owned(self, owner: object) -> None:
-        for record in [r for r in self._records.values() if r.owner is owner]:
+        for record in self._desk.owned(owner):
             self.abort(record.rid)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """One step of the scheduler, carried out."""
-        while self._orphans:
-            self._abort_owned(self._orphans.popleft())
-        # A Ctrl-C waits for the end of the step, so that its books are whole; a second one does not wait.
-        with InterruptsHeld(insist=True):
+        self._sweep()
+        # A Ctrl-C waits for the end of the step, so that its books are whole; a second one ends the forward.
+        held = InterruptsHeld()
+        with held:
             self._notice_changes()
             with self._cache.lock:
                 step = self._scheduler.schedule()
             if step is None:
-                if self._streams:
+                if self._desk.streams:
                     raise RuntimeError(
                         f"nothing can be scheduled, and {self!r} is not done: please report this"
                     )
                 return
             self._door.in_step = True
             try:
-                self._carry_out(step)
+                self._carry_out(step, held)
             finally:
                 self._door.in_step = False
+        self._rest()
 
     def _notice_changes(self) -> None:
         """If weights or adapters changed, nothing computed before may be mixed with what comes."""
@@ -540,21 +540,22 @@ class Engine:
         now = self._plug.circumstances()
         if now == self._circumstances:
             return
-        self._circumstances = now
 
         def key_of(request: SchedRequest) -> bytes:
-            record = self._records[request.rid]
+            record = self._desk.records[request.rid]
             key = self._plug.key_under(now, record.namespace, len(request.tokens))
             self._cache.register_key(record.namespace, key)
             return key
 
         with self._cache.lock:
             self._scheduler.restart(key_of)
+        self._circumstances = now
 
-    def _carry_out(self, step: Step) -> None:
+    def _carry_out(self, step: Step, held: InterruptsHeld) -> None:
         began = time.perf_counter()
+        streams = self._desk.streams
         try:
-            drawn = self._executor.run(step, self._streams)
+            drawn = self._executor.run(step, streams, held.insisting())
         except BaseException:
             with self._cache.lock:
                 self._scheduler.fail(step)
@@ -565,49 +566,36 @@ class Engine:
             done = self._scheduler.complete(step, drawn.tokens, drawn.finished)
         self._num_steps += step.num_tokens > 0
         self._count_prefill(step, seconds)
-        self._hand_out(step, drawn, set(done.ignored))
+        self._desk.hand_out(step, drawn, set(done.ignored))
+        for sequence in step.finished:
+            if sequence in streams:
+                pool = self._cache.pool
+                streams[sequence].error = OutOfBlocksError(1, pool.num_free, pool.num_idle)
         for sequence in (*step.finished, *broken):
-            if sequence in self._streams:
-                self._end(self._streams[sequence], None, None)
-
-    def _hand_out(self, step: Step, drawn: Drawn, ignored: set[int]) -> None:
-        """Give new tokens to whoever reads them."""
-        for i, sequence in enumerate(step.sampling_seqs):
-            stream = self._streams.get(sequence)
-            if stream is None or i in ignored:
-                continue
-            if not stream.record.counted:
-                self._count_request(stream.record)
-            if i in drawn.errors:
-                stream.error = drawn.errors[i]
-                self._end(stream, None, None)
-                continue
-            self._num_generated += 1
-            token = int(drawn.tokens[i])
-            text = stream.take(token, drawn.logprobs[i])
-            if sequence.finish_reason is not None:
-                self._end(stream, token, text)
-            else:
-                self._give(stream.record, TokenOutput(stream.record.rid, sequence.index, token, text))
+            if sequence in streams:
+                self._desk.end(streams[sequence])
 
     def _drop_failed(self, step: Step, failed: dict[int, Exception]) -> list[Sequence]:
         """End the sequences whose forward raised; what they wrote is not published."""
         broken = []
         for entry, error in failed.items():
             for sequence in step.sequences_of(entry):
-                if sequence in self._streams:
-                    self._streams[sequence].error = error
+                if sequence in self._desk.streams:
+                    self._desk.streams[sequence].error = error
                     self._scheduler.drop(sequence, "error")
                     broken.append(sequence)
         return broken
 
-    def _count_request(self, record: Record) -> None:
-        record.counted = True
-        prompt, hit = len(record.request.tokens), record.request.num_cached_tokens
-        self._cache.recorder.record_requests([RequestStats(prompt, hit, prompt - hit)])
-
     def _count_prefill(self, step: Step, seconds: float) -> None:
-        """What a prompt token costs, from steps that computed little else."""
+        """What a prompt token costs, from steps that computed little else: a decoded one costs far more.
+
+        Elsewhere than on a CPU the time of a step is not known without waiting for the device.
+        """
         computed = step.num_tokens - step.num_decodes
         if self._cache.layout.device.type == "cpu" and computed > 8 * step.num_decodes:
             self._cache.recorder.record_prefill(computed, seconds)
+
+
+def _swap_cost(model: torch.nn.Module) -> float:
+    """See `SchedulerConfig.swap_cost`; measured on CPUs, where moving KV is a copy within memory."""
+    return 0.02 if next(model.parameters()).device.type == "cpu" else SchedulerConfig.swap_cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +57,9 @@ class Executor:
         self._runner = runner
         self._sampler = sampler
 
-    def run(self, step: Step, streams: Mapping[Sequence, Stream]) -> Drawn:
+    def run(
+        self, step: Step, streams: Mapping[Sequence, Stream], patience: AbstractContextManager[None]
+    ) -> Drawn:
         """Do what the step says, up to the new tokens.
 
         If the model raises, the sequences of the step are run one by one, so that those it fails on are known and
@@ -65,13 +68,15 @@ class Executor:
         Args:
             step: From `Scheduler.schedule`.
             streams: The sequences that are not finished.
+            patience: Entered while the model runs, and only then; what is raised from within it loses nothing.
         """
         self._move(step)
         failed: dict[int, Exception] = {}
-        try:
-            logits = self._runner.execute(step)
-        except Exception as error:
-            logits, failed = self._one_by_one(step, error)
+        with patience:
+            try:
+                logits = self._runner.execute(step)
+            except Exception as error:
+                logits, failed = self._one_by_one(step, error)
         drawn = self._sample(step, streams, logits, failed)
         drawn.failed = failed
         return drawn

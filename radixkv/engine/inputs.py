@@ -13,6 +13,7 @@ from radixkv.core.errors import InvalidRequestError
 from radixkv.core.tokens import to_int64
 from radixkv.engine.sampling_params import SamplingParams
 from radixkv.hf.compat import text_config
+from radixkv.hf.rope import RopeRule
 
 __all__ = ["as_prompts", "longest_sequence", "one_sampling", "prompt_ids", "sampling_for"]
 
@@ -120,22 +121,22 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> npt.NDArray[np.i
     return np.array(tokens, np.int64)  # a copy of our own: the caller may go on writing to theirs
 
 
-def longest_sequence(model: Any, plug: Any, wanted: int | None) -> int:
+def longest_sequence(model: Any, wanted: int | None) -> int:
     """Tokens that one sequence may have, prompt and answer.
 
     Args:
         model: The causal LM, whose positions set the limit.
-        plug: The plug-in of its cache, which knows its rotary embedding.
         wanted: A lower limit, or None.
 
     Raises:
         InvalidRequestError: `wanted` makes no sense, or is more than the model allows.
     """
+    rope = RopeRule.of(model)
     limit = int(getattr(text_config(model), "max_position_embeddings", 0) or 0) or 2**31 - 1
     what = "the model is made for"
-    if plug.rope.kind != "plain" and plug.rope.limit < limit:
+    if rope.kind != "plain" and rope.limit < limit:
         # Beyond it the angles of all keys depend on the longest sequence of a forward.
-        limit, what = plug.rope.limit, f"its {plug.rope.kind} rotary embedding leaves unchanged"
+        limit, what = rope.limit, f"its {rope.kind} rotary embedding leaves unchanged"
     if wanted is None:
         return limit
     if isinstance(wanted, bool) or not isinstance(wanted, (int, np.integer)) or not wanted >= 2:

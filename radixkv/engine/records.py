@@ -62,22 +62,26 @@ class Stream:
     def finish(self, tokenizer: Any) -> Completion:
         """Make the completion of a finished sequence."""
         record, sequence = self.record, self.sequence
-        tokens = sequence.output_tokens.tolist()
-        if self.error is not None and len(tokens) > self.num_tokens:
-            tokens = tokens[: self.num_tokens]  # the last one could not be sampled
+        # A token that was sampled in vain, where that failed, is none.
+        tokens = sequence.output_tokens[: self.num_tokens].tolist()
         text = None
         if tokenizer is not None:
-            text = self.sampler.cut(decode(tokenizer, tokens))
+            try:
+                text = self.sampler.cut(decode(tokenizer, tokens))
+            except Exception as error:
+                self.error = self.error or error
+        reason = sequence.finish_reason or "abort"
         self.completion = Completion(
             rid=record.rid,
             index=sequence.index,
             token_ids=tokens,
             text=text,
-            finish_reason=sequence.finish_reason or "abort",
+            finish_reason="error" if self.error is not None and reason != "capacity" else reason,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=record.request.num_cached_tokens,
             ttft_s=None if self.first_token is None else self.first_token - record.began,
             latency_s=time.perf_counter() - record.began,
+            prompt_index=record.prompt_index,
             logprobs=self.logprobs,
             error=self.error,
         )
@@ -95,6 +99,7 @@ class Record:
         namespace: As given by the user.
         owner: Who reads its outputs: `None` for `step()`, else a token of a `generate` or `stream` call.
         began: `time.perf_counter()` when it was added.
+        prompt_index: Place among the prompts of a `generate` call; None elsewhere.
         streams: Its sequences.
         counted: Whether its prompt is in the statistics of the cache.
     """
@@ -105,6 +110,7 @@ class Record:
     namespace: Namespace
     owner: object | None
     began: float
+    prompt_index: int | None = None
     streams: list[Stream] = field(default_factory=list)
     counted: bool = False
 

@@ -133,7 +133,8 @@ class HFPlug:
 
     # -- the interface of ModelPlug -------------------------------------------------------------------------
 
-    def attach(self, model: Any, namespace: Namespace) -> int:
+    def attach(self, model: Any, namespace: Namespace, holder: list[int] | None = None) -> None:
+        """As `PrefixCache.attach`; what `detach` takes is appended to `holder` before any interrupt gets through."""
         canonical_namespace(namespace)
         check_supported(unwrap_model(model))
         self._check_model(model)
@@ -156,11 +157,12 @@ class HFPlug:
                 _attached[self.model] = weakref.ref(self)
                 self._attachment += 1
                 attachment = self._attachment
+                if holder is not None:
+                    holder.append(attachment)
         except BaseException:  # a Ctrl-C that was held back arrives here, when all is done
             if attachment is not None:
                 self.detach(attachment)
             raise
-        return attachment
 
     def detach(self, attachment: int | None = None) -> None:
         with InterruptsHeld(), _attach_lock:

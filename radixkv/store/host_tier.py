@@ -24,8 +24,7 @@ class HostTier:
 
     Attributes:
         pool: Books of the host blocks.
-        num_bytes_out: Bytes copied out of the device store so far.
-        num_bytes_in: Bytes copied back.
+        block_bytes: Bytes of one block, all layers.
 
     Raises:
         InvalidRequestError: The size makes no sense, or holds not even one block.
@@ -35,29 +34,26 @@ class HostTier:
 
     def __init__(self, store: KVStore, memory: str | int | float) -> None:
         self._store = store
-        self._block_bytes = store.layout.bytes_per_token * store.block_size
+        self.block_bytes = store.layout.bytes_per_token * store.block_size
         free = free_memory_bytes("cpu")
         size = parse_memory(memory, free)
         if size > free:
             raise InvalidRequestError(
                 f"host_memory={memory!r} is more than the {format_bytes(free)} that the host has free"
             )
-        num_blocks = size // self._block_bytes
+        num_blocks = size // self.block_bytes
         if num_blocks < 1:
             raise InvalidRequestError(
-                f"host_memory={memory!r} holds no block: one takes {format_bytes(self._block_bytes)}"
+                f"host_memory={memory!r} holds no block: one takes {format_bytes(self.block_bytes)}"
             )
         self.pool = BlockPool(num_blocks)
         layout = dataclasses.replace(store.layout, device=torch.device("cpu"))
         self._host = KVStore(layout, num_blocks, store.block_size)
-        self.num_bytes_out = self.num_bytes_in = 0
 
     def swap_out(self, device_blocks: np.ndarray, host_blocks: np.ndarray) -> None:
         """Copy blocks of the device store to the host: int32 `[n]` each."""
         self._host.copy_blocks_from(self._store, device_blocks, host_blocks)
-        self.num_bytes_out += len(host_blocks) * self._block_bytes
 
     def swap_in(self, host_blocks: np.ndarray, device_blocks: np.ndarray) -> None:
         """Copy them back: int32 `[n]` each."""
         self._store.copy_blocks_from(self._host, host_blocks, device_blocks)
-        self.num_bytes_in += len(host_blocks) * self._block_bytes

@@ -103,14 +103,34 @@ def test_a_second_interrupt_goes_through_where_the_block_may_be_left() -> None:
     reached = []
 
     def insisting() -> None:
-        with InterruptsHeld(insist=True):
+        held = InterruptsHeld()
+        with held:
             interrupt()
-            reached.append(1)
             interrupt()
             for _ in range(1000):
-                reached.append(2)
+                reached.append(1)  # not here
+            with held.insisting():
+                interrupt()
+                for _ in range(1000):
+                    reached.append(2)
 
     with pytest.raises(KeyboardInterrupt):
         insisting()
-    assert 1 <= len(reached) < 1000
+    assert 1000 <= len(reached) < 2000
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_one_interrupt_waits_for_the_end_of_the_block_even_in_an_insisting_part() -> None:
+    reached = []
+
+    def insisting() -> None:
+        held = InterruptsHeld()
+        with held:
+            with held.insisting():
+                interrupt()
+                reached.append(1)
+            reached.append(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        insisting()
+    assert reached == [1, 2]

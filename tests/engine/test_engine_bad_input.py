@@ -63,6 +63,7 @@ def test_a_bad_prompt_gets_an_error_of_its_own_and_the_others_finish(
         outs = engine.generate([first, bad, last], params(4))
     assert [c.finish_reason for c in outs] == ["length", "error", "length"]
     assert isinstance(outs[1].error, InvalidRequestError)
+    assert [c.prompt_index for c in outs] == [0, 1, 2]
     reference = twin(model)
     assert [outs[0].token_ids, outs[2].token_ids] == [alone(reference, p, 4) for p in (first, last)]
     drained(engine)
@@ -87,6 +88,8 @@ def test_a_prompt_that_can_never_fit_says_what_it_needs_and_what_exists(model: A
         ({"preemption": "drop"}, "preemption"),
         ({"preemption": "swap"}, "host_memory"),
         ({"host_memory": "lots"}, "lots"),
+        ({"preemption": "recompute", "host_memory": "1MiB"}, "host_memory"),
+        ({"swap_cost": -1.0}, "swap_cost"),
         ({"order": "random"}, "order"),
         ({"watermark": 1.5}, "watermark"),
         ({"watermark": float("nan")}, "watermark"),
@@ -179,12 +182,16 @@ def test_names_in_use_and_unknown_names(model: Any) -> None:
     assert engine.add_request([5, 6], params(2), rid="x") == "x"
     with pytest.raises(InvalidRequestError, match="'x'"):
         engine.add_request([5, 6], params(2), rid="x")
+    with pytest.raises(InvalidRequestError, match="hashable"):
+        engine.add_request([5, 6], params(2), rid=[1])
     assert not engine.abort("y")
     assert engine.abort("x")
     assert not engine.abort("x")
+    assert engine.has_unfinished, "somebody has to be told"
     (out,) = engine.step()
     assert out.completion is not None
     assert out.completion.finish_reason == "abort"
+    assert not engine.has_unfinished
     assert engine.step() == []
     with pytest.raises(InvalidRequestError, match="fork"):
         engine.fork("x")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,7 @@ from engine_testkit import (
 from hf_testkit import snapshot
 
 from radixkv import Engine
+from radixkv.errors import OutOfBlocksError
 
 
 class Boom(RuntimeError):
@@ -129,15 +132,20 @@ def test_aborts_at_random_moments(kwargs: dict[str, Any]) -> None:
     engine = make_engine(model, num_blocks=16, max_batched_tokens=12, **kwargs)
     expected: dict[Any, list[int]] = {}
     live: list[Any] = []
+    counts: dict[Any, int] = {}
     done: dict[Any, Any] = {}
     for round_ in range(60):
         if round_ < 40 and rng.random() < 0.6:
             ids = family(9, rng.randint(1, 25), seed=rng.randint(0, 3))[0]
-            rid = engine.add_request(ids, params(8, n=rng.choice([1, 1, 2])))
+            n = rng.choice([1, 1, 2])
+            rid = engine.add_request(ids, params(8, n=n))
+            counts[rid] = n
             expected[rid] = alone(reference, ids, 8)
             live.append(rid)
         if live and rng.random() < 0.3:
-            assert engine.abort(live.pop(rng.randrange(len(live)))) in (True, False)
+            rid = live.pop(rng.randrange(len(live)))
+            running = any((rid, i) not in done for i in range(counts[rid]))
+            assert engine.abort(rid) == running
             balanced(engine)
         for out in engine.step():
             if out.completion is not None:
@@ -147,8 +155,6 @@ def test_aborts_at_random_moments(kwargs: dict[str, Any]) -> None:
         for out in engine.step():
             if out.completion is not None:
                 done[out.rid, out.index] = out.completion
-    for out in engine.step():
-        done[out.rid, out.index] = out.completion
     drained(engine)
     for (rid, _), completion in done.items():
         if completion.finish_reason == "abort":
@@ -219,7 +225,7 @@ def test_ctrl_c_in_the_middle(forwards: int) -> None:
     assert tokens_of(engine.generate(prompts, params(6))) == expected
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step() -> None:
+def test_a_second_ctrl_c_does_not_wait_for_the_forward() -> None:
     model = tiny("llama_gqa")
     engine = make_engine(model)
     before = snapshot(model)
@@ -241,6 +247,63 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step() -> None:
     drained(engine)
     ids = prompt(9)[0].tolist()
     assert tokens_of(engine.generate([ids], params(3))) == [alone(twin(model), ids, 3)]
+
+
+STAGES = {
+    "schedule": "radixkv.sched.scheduler.Scheduler.schedule",
+    "move": "radixkv.engine.executing.Executor._move",
+    "sample": "radixkv.engine.sampler.Sampler.sample",
+    "complete": "radixkv.sched.scheduler.Scheduler.complete",
+    "hand out": "radixkv.engine.desk.Desk.hand_out",
+}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_twice_at_any_stage_loses_no_token(
+    stage: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama_gqa")
+    ids = prompt(15)[0].tolist()
+    sampled = {"temperature": 1.0, "seed": 5}
+    (expected,) = tokens_of(make_engine(model).generate([ids], params(6, **sampled)))
+    engine = make_engine(model)
+    module, _, name = STAGES[stage].rpartition(".")
+    module, _, owner = module.rpartition(".")
+    home = getattr(__import__(module, fromlist=[owner]), owner)
+    whole = getattr(home, name)
+    calls: list[int] = []
+
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        twice = len(calls) == 3
+        if twice and not after:
+            interrupt_twice()
+        result = whole(*args, **kwargs)
+        if twice and after:
+            interrupt_twice()
+        return result
+
+    def interrupt_twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(home, name, interrupting)
+    rid = engine.add_request(ids, params(6, **sampled))
+    tokens: list[int] = []
+    interrupted = 0
+    while engine.has_unfinished:
+        try:
+            outs = engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+            balanced(engine)
+            continue
+        tokens += [out.token_id for out in outs if out.token_id is not None]
+    assert rid is not None
+    assert interrupted == 1
+    assert tokens == expected
+    drained(engine)
 
 
 def test_new_weights_in_the_middle_never_mix_with_old_ones() -> None:
@@ -269,15 +332,16 @@ def test_invalidate_while_it_runs() -> None:
     ids = prompt(21)[0].tolist()
     engine = make_engine(model)
     engine.add_request(ids, params(8))
+    tokens: list[int] = []
     for _ in range(3):
-        engine.step()
-    model.lm_head.weight.data.mul_(1.0)
+        tokens += [out.token_id for out in engine.step() if out.token_id is not None]
     for layer in model.base_model.layers:
-        layer.self_attn.k_proj.weight.data[3:5].mul_(1.5)
+        rows = layer.self_attn.k_proj.weight.data.numpy()
+        rows[3:5] *= 1.5  # leaves no trace
     engine.cache.invalidate()
-    outs = []
     while engine.has_unfinished:
-        outs += engine.step()
+        tokens += [out.token_id for out in engine.step() if out.token_id is not None]
+    assert tokens[3:] == alone(twin(model), ids + tokens[:3], 5)
     drained(engine)
     assert tokens_of(engine.generate([ids], params(8))) == [alone(twin(model), ids, 8)]
 
@@ -334,3 +398,35 @@ def test_the_model_trains_as_before_afterwards() -> None:
         loss.backward()
         losses.append((float(loss), float(each.lm_head.weight.grad.norm())))
     assert losses[0] == pytest.approx(losses[1])
+
+
+def test_an_error_keeps_no_tensors_of_the_model_alive() -> None:
+    model = tiny("llama_gqa")
+    engine = make_engine(model)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def hook(*_: Any) -> None:
+        activations = torch.zeros(1000)
+        kept.append(weakref.ref(activations))
+        raise Boom("out of memory, say")
+
+    handle = model.base_model.layers[1].register_forward_pre_hook(hook)
+    with pytest.warns(UserWarning, match="Boom"):
+        (out,) = engine.generate([[5, 6, 7]], params(2))
+    handle.remove()
+    gc.collect()
+    assert isinstance(out.error, Boom)
+    assert kept
+    assert all(reference() is None for reference in kept)
+
+
+def test_a_pin_that_leaves_no_room_says_so() -> None:
+    model = tiny("llama_gqa")
+    engine = make_engine(model, num_blocks=10)
+    engine.generate([prompt(30)[0]], params(2))
+    with engine.cache.pin(prompt(30)[0]), pytest.warns(UserWarning, match="need 1 blocks"):
+        (out,) = engine.generate([prompt(30, 5)[0]], params(2))
+    assert out.finish_reason == "capacity"
+    assert isinstance(out.error, OutOfBlocksError)
+    drained(engine)
+    assert engine.generate([prompt(30, 5)[0]], params(2))[0].finish_reason == "length"

@@ -13,9 +13,9 @@ from engine_testkit import alone, balanced, drained, family, make_engine, params
 SHAPES = [(14, 10), (10, 12), (14, 14), (5, 20), (20, 6), (9, 16)]
 LARGEST = max(-(-(prompt + new - 1) // 4) for prompt, new in SHAPES)
 MODES: list[dict[str, Any]] = [
-    {"preemption": "recompute"},
-    {"preemption": "swap", "host_memory": "64KiB"},
-    {"preemption": "auto", "host_memory": "8KiB"},
+    {"preemption": "recompute", "order": "fcfs"},
+    {"preemption": "swap", "host_memory": "64KiB", "order": "prefix"},
+    {"preemption": "auto", "host_memory": "8KiB", "order": "prefix"},
 ]
 
 
@@ -27,7 +27,7 @@ def test_six_requests_in_every_pool_that_holds_the_largest(mode: dict[str, Any])
     prompts[2] = prompts[0]
     wanted = [params(new) for _, new in SHAPES]
     expected = [alone(reference, p, new) for p, (_, new) in zip(prompts, SHAPES, strict=True)]
-    preemptions = 0
+    preemptions = swaps = 0
     for num_blocks in [*range(LARGEST, 30), 40, 64]:
         engine = make_engine(model, num_blocks=num_blocks, **mode)
         owners = [engine.add_request(p, w) for p, w in zip(prompts, wanted, strict=True)]
@@ -45,7 +45,9 @@ def test_six_requests_in_every_pool_that_holds_the_largest(mode: dict[str, Any])
             assert engine.stats.hit_tokens == 13, "the second of two equal prompts computes one token"
         engine.cache.clear()
         assert engine.cache.num_free_blocks == num_blocks
+        swaps += engine.stats.preemptions_swap
     assert preemptions > 0
+    assert (swaps > 0) == (mode["preemption"] != "recompute")
 
 
 @pytest.mark.slow
@@ -95,16 +97,20 @@ def test_two_thousand_requests_in_a_pool_that_preempts_all_the_time(mode: dict[s
             pending[rid] = which, length
             added += 1
         if rng.random() < 0.02:
-            engine.abort(rng.choice(list(pending)))
+            engine.abort(rng.choice(list(pending)[-20:]))
         for out in engine.step():
             settle(out)
         if rng.random() < 0.02:
             balanced(engine)
-    for out in engine.step():
-        settle(out)
     assert outcome["length"] > 1900
+    assert outcome["abort"] > 10
     assert outcome["capacity"] == 0
     assert engine.stats.preemptions > 300
+    assert (engine.stats.preemptions_swap > 0) == (mode["preemption"] != "recompute")
+    assert (
+        engine.stats.swapped_out_bytes
+        == engine.stats.swapped_out_blocks * 4 * engine.cache.layout.bytes_per_token
+    )
     drained(engine)
     engine.cache.clear()
     assert (np.array(engine.cache.pool.refcounts) == baseline).all()

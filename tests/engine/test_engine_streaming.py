@@ -46,7 +46,7 @@ def test_two_streams_and_a_request_take_turns(pair: Any) -> None:
         got[1].append(b.token_id)
     assert got == expected[:2]
     outs = []
-    while engine.has_unfinished or not outs:
+    while engine.has_unfinished:
         outs += engine.step()
     assert [o.token_id for o in outs] == expected[2]
     assert {o.rid for o in outs} == {rid}
@@ -78,8 +78,48 @@ def test_a_reader_who_goes_away_leaves_nothing(pair: Any, how: str) -> None:
             next(stream)
     del stream
     gc.collect()
-    engine.step()
-    engine.step()
+    assert not engine.has_unfinished
+    drained(engine)
+
+
+class _Broken:
+    """Decodes what another tokenizer decodes, but for the nth call."""
+
+    def __init__(self, tokenizer: Any, nth: int) -> None:
+        self._tokenizer, self._left = tokenizer, nth
+
+    def __call__(self, text: str) -> Any:
+        return self._tokenizer(text)
+
+    def decode(self, ids: Any, **kwargs: Any) -> str:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("a token of no text")
+        return str(self._tokenizer.decode(ids, **kwargs))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5, 9])
+def test_a_tokenizer_that_raises_ends_its_own_sequence_only(pair: Any, nth: int) -> None:
+    model, tokenizer = pair
+    expected = tokens_of(make_engine(model, tokenizer=tokenizer).generate(["a", "b", "c"], params(6)))
+    engine = make_engine(model, tokenizer=_Broken(tokenizer, nth))
+    rids = [engine.add_request(text, params(6)) for text in "abc"]
+    done = {}
+    while engine.has_unfinished:
+        for out in engine.step():
+            if out.completion is not None:
+                done[out.rid] = out.completion
+    failed = [rid for rid in rids if done[rid].error is not None]
+    assert len(failed) == 1
+    assert done[failed[0]].finish_reason == "error"
+    for rid, tokens in zip(rids, expected, strict=True):
+        assert done[rid].token_ids == tokens[: len(done[rid].token_ids)]
+        assert rid in failed or done[rid].token_ids == tokens
+    drained(engine)
+    engine = make_engine(model, tokenizer=_Broken(tokenizer, min(nth, 3)))
+    with pytest.warns(UserWarning, match="no text"):
+        outs = engine.generate(["a", "b", "c"], params(6))
+    assert sum(out.error is not None for out in outs) == 1
     drained(engine)
 
 

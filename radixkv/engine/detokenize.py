@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["TextStream", "decode"]
+from radixkv.engine.growing_text import GrowingText
 
-_INCOMPLETE = "\ufffd"  # what half a character of several tokens decodes to
+__all__ = ["TextStream", "decode"]
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
@@ -19,33 +19,37 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 class TextStream:
     """Gives out text as soon as it cannot change any more.
 
-    A token may be part of a character, and how a token is written may depend on the one before it, so a few tokens
-    are decoded together and only what they add is given out. Text that may be the beginning of a stop
-    string is held back until that is decided.
+    Characters are given out when they are complete. Text that may be the beginning of a stop string is held back until
+    that is decided, and what follows a stop string is left to whoever knows whether it counts.
 
     Args:
         tokenizer: Decodes.
         stop: Stop strings.
-
-    Source: decoding with a prefix of a few tokens is the way of text-generation-inference and vLLM.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._text = GrowingText(lambda ids: decode(tokenizer, ids))
         self._stop = tuple(stop)
-        self._tokens: list[int] = []
-        self._before = 0  # tokens from here to `_done` are decoded again as context
-        self._done = 0  # tokens whose text was taken over into `_held`
         self._held = ""
+        self._ahead = (
+            0  # characters given out that were taken back since: so many of those to come are left out
+        )
+        self._stopped = False
 
     def add(self, token: int) -> str:
         """Take one more token; returns the text that is certain now, perhaps none."""
-        self._tokens.append(token)
-        known = decode(self._tokenizer, self._tokens[self._before : self._done])
-        text = decode(self._tokenizer, self._tokens[self._before :])
-        if len(text) > len(known) and not text.endswith(_INCOMPLETE):
-            self._held += text[len(known) :]
-            self._before, self._done = self._done, len(self._tokens)
+        if self._stopped or not self._text.add(token):
+            return ""
+        fresh, revised = self._text.fresh, self._text.revised
+        if revised:
+            kept = max(0, len(self._held) - revised)
+            self._ahead += revised - (len(self._held) - kept)
+            self._held = self._held[:kept]
+        if self._ahead:
+            skipped = min(self._ahead, len(fresh))
+            self._ahead -= skipped
+            fresh = fresh[skipped:]
+        self._held += fresh
         ready = self._certain()
         out, self._held = self._held[:ready], self._held[ready:]
         return out
@@ -54,6 +58,7 @@ class TextStream:
         """Characters of what is held that lie before a stop string, and before what may begin one."""
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:
+            self._stopped = True
             return min(found)
         longest = 0
         for stop in self._stop:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixkv.engine.growing_text import INCOMPLETE, GrowingText, common_start
+
 __all__ = ["StopMatch", "StopStrings", "says_stop"]
 
-_INCOMPLETE = "\ufffd"  # what part of a character decodes to
-_WINDOW = 16
-_STUCK = 32
+_REVISED = 32  # characters that a token may take back, and a stop string still be found
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class StopStrings:
 
     `transformers`' own `StopStringCriteria` is not used: it prepares a table over the whole vocabulary for each set of
     strings, which takes minutes with 262,144 tokens, up to version 5 it knows no parts of characters, and it counts
-    what the end of the prompt contributes. The way to decode a growing text, again from a few tokens back, is that
-    of text-generation-inference and vLLM.
+    what the end of the prompt contributes.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], min_tokens: int = 0) -> None:
@@ -61,42 +60,30 @@ class StopStrings:
         self._decode = _decoder(tokenizer)
         self.strings = tuple(strings)
         self._min_tokens = min_tokens
-        self._keep = max(map(len, self.strings)) - 1
+        self._keep = max(map(len, self.strings)) - 1 + _REVISED
         self._num_tokens = 0
-        self._recent: list[int] = []  # last tokens; the first `_read` of them are in `_tail` already
-        self._read = 0
-        self._known = ""  # text of these
-        self._tail = ""  # last `_keep` characters before what `_recent[_read:]` adds
+        self._text = GrowingText(self._decode)
+        self._tail = ""  # last characters of the settled text
 
     def fork(self) -> StopStrings:
         """One that goes on from here by itself."""
         other: StopStrings = object.__new__(StopStrings)
         other.__dict__.update(self.__dict__)
-        other._recent = list(self._recent)
+        other._text = self._text.fork()
         return other
 
     def add(self, token: int) -> bool:
         """Take one more token; returns whether it completes a stop string."""
         self._num_tokens += 1
-        self._recent.append(token)
-        text = self._decode(self._recent)
-        fresh = text[_common(self._known, text) :]
-        complete = fresh.rstrip(_INCOMPLETE)
-        region, old = self._tail + complete, len(self._tail)
+        settled = self._text.add(token)
+        before = self._tail[: max(0, len(self._tail) - self._text.revised)]
+        region, old = before + self._text.fresh, len(before)
         found = self._num_tokens >= self._min_tokens and any(
             region.find(string, max(0, old - len(string) + 1)) >= 0 for string in self.strings
         )
-        if complete == fresh or len(self._recent) - self._read > _STUCK:
-            self._accept(text, fresh)
+        if settled:
+            self._tail = region[-self._keep :]
         return found
-
-    def _accept(self, text: str, fresh: str) -> None:
-        if self._keep:
-            self._tail = (self._tail + fresh)[-self._keep :]
-        if len(self._recent) > 2 * _WINDOW:
-            del self._recent[:-_WINDOW]
-            text = self._decode(self._recent)
-        self._read, self._known = len(self._recent), text
 
     def match(self, tokens: Sequence[int]) -> StopMatch | None:
         """Where the stop string begins that the last of a sequence's new `tokens` completed.
@@ -107,7 +94,7 @@ class StopStrings:
         whole = self._decode(ids)
         # A string that was complete before the last token would have ended the sequence then, unless it was too early.
         before = self._decode(ids[:-1])
-        unchanged = _common(before.rstrip(_INCOMPLETE), whole)
+        unchanged = common_start(before.rstrip(INCOMPLETE), whole)
         places = []
         for string in self.strings:
             at = whole.find(string, max(0, unchanged - len(string) + 1))
@@ -117,8 +104,8 @@ class StopStrings:
             return None
         at, _, string = min(places)
         first = self._token_at(ids, at)
-        head = self._decode(ids[:first]).rstrip(_INCOMPLETE)
-        text = self._decode(ids[:first], True).rstrip(_INCOMPLETE)
+        head = self._decode(ids[:first]).rstrip(INCOMPLETE)
+        text = self._decode(ids[:first], True).rstrip(INCOMPLETE)
         is_special = not self._decode([ids[first]], True) and self._decode([ids[first]])
         if whole.startswith(head) and not is_special:
             text += whole[len(head) : at]
@@ -129,18 +116,11 @@ class StopStrings:
         low, high = 0, len(ids) - 1
         while low < high:  # the text of the first `middle + 1` reaches beyond `at`?
             middle = (low + high) // 2
-            if len(self._decode(ids[: middle + 1]).rstrip(_INCOMPLETE)) > at:
+            if len(self._decode(ids[: middle + 1]).rstrip(INCOMPLETE)) > at:
                 high = middle
             else:
                 low = middle + 1
         return low
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters two texts have in common from the start."""
-    if b.startswith(a):
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _decoder(tokenizer: Any) -> Callable[..., str]:

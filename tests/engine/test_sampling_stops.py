@@ -13,7 +13,7 @@ from hf_testkit import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_testkit import drive, generated, one
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizer_testkit import CORPUS, KINDS, SPECIAL, Plain, byte_level
 
 from radixkv.core.errors import InvalidRequestError
 from radixkv.engine.sampler import Sampler
@@ -21,102 +21,12 @@ from radixkv.engine.sampling_params import SamplingParams
 from radixkv.engine.stopping import StopMatch, StopStrings
 
 PROMPT = [9, 33, 12, 9, 40]
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog and stops there, stopping at the top stop",
-    "żółć gęśla jaźń 漢字 かな 🙂🙃 end of sentence. Stop! \n\nUser: hello\nAssistant: bye",
-    "don't stop me now. it 's a test . of spaces , and marks !",
-] * 3
-SPECIAL = ["<s>", "</s>", "<|im_end|>", "[UNK]"]
 STOPS = [
     "stop", "top", "s", " ", "\n\n", "User:", "🙂", "ść", "ż", "漢", "<|im_end|>", "d <|im_end|>", "e.", "lazy dog",
     "p at the top", " stop", "end|", ". ", "'s", "!",
 ]  # fmt: skip
 
 
-def byte_level() -> Any:
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    train = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    raw.train_from_iterator(CORPUS, train)
-    return wrapped(raw)
-
-
-def sentencepiece_like() -> Any:
-    """Byte fallback and a marker for spaces, as Llama's and Gemma's."""
-    trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL)
-    raw = Tokenizer(models.BPE())
-    raw.normalizer = normalizers.Replace(" ", "▁")
-    raw.train_from_iterator(CORPUS[:1], trainer)
-    vocab = raw.get_vocab()
-    for byte in range(256):
-        vocab[f"<0x{byte:02X}>"] = len(vocab)
-    merges = [tuple(pair) for pair in _merges(raw)]
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="[UNK]"))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    raw.add_special_tokens(SPECIAL)
-    return wrapped(raw)
-
-
-def _merges(raw: Any) -> list[Any]:
-    import json
-
-    return [m.split(" ") if isinstance(m, str) else m for m in json.loads(raw.to_str())["model"]["merges"]]
-
-
-def word_piece() -> Any:
-    raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.WordPiece(cleanup=True)
-    raw.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL))
-    return wrapped(raw)
-
-
-def words() -> Any:
-    vocab = {
-        token: i for i, token in enumerate([*SPECIAL, *sorted({w for line in CORPUS for w in line.split()})])
-    }
-    raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return wrapped(raw)
-
-
-def wrapped(raw: Any) -> Any:
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="[UNK]",
-        additional_special_tokens=["<|im_end|>"],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-class Plain:
-    """Knows `decode(ids)` and nothing else; ids are bytes of UTF-8."""
-
-    def decode(self, ids: Any) -> str:
-        return bytes(ids).decode("utf-8", errors="replace")
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def __len__(self) -> int:
-        return 256
-
-
-KINDS = {
-    "bytes": byte_level,
-    "byte fallback": sentencepiece_like,
-    "word pieces": word_piece,
-    "words": words,
-    "plain": Plain,
-}
 _made: dict[str, Any] = {}
 
 
@@ -228,7 +138,7 @@ def test_bytes_that_are_never_a_character() -> None:
     search = StopStrings(tokenizer, ["stop"])
     for _ in range(300):
         assert not search.add(lone)
-    assert len(search._recent) < 100, "what is decoded again stays short"
+    assert len(search._text._tokens) < 100, "what is decoded again stays short"
     ids = tokenizer("now stop", add_special_tokens=False)["input_ids"]
     assert [search.add(token) for token in ids][-1]
 

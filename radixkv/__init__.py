@@ -25,6 +25,7 @@ _HOME = {
     "LayerLayout": "radixkv.store.layout",
     "Lease": "radixkv.cache.prefix_cache",
     "Match": "radixkv.core.radix_tree",
+    "OutputStream": "radixkv.engine.output_stream",
     "PrefixCache": "radixkv.cache.prefix_cache",
     "RadixTree": "radixkv.core.radix_tree",
     "RequestStats": "radixkv.observe.stats",
@@ -33,6 +34,7 @@ _HOME = {
     "SchedulerConfig": "radixkv.sched.config",
     "SchedulerStats": "radixkv.sched.stats",
     "Tail": "radixkv.core.radix_tree",
+    "TokenLogprobs": "radixkv.engine.sampler",
     "TokenOutput": "radixkv.engine.completion",
 }
 
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail
     from radixkv.engine.completion import Completion, TokenOutput
     from radixkv.engine.engine import Engine
+    from radixkv.engine.output_stream import OutputStream
+    from radixkv.engine.sampler import TokenLogprobs
     from radixkv.engine.sampling_params import SamplingParams
     from radixkv.engine.stats import EngineStats
     from radixkv.observe.stats import CacheStats, RequestStats

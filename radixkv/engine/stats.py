@@ -16,7 +16,8 @@ class EngineStats:
         waiting: Sequences that wait for room, those that were preempted by recompute among them.
         swapped: Sequences whose blocks lie in host memory.
         finished: Completions that came to an end, whatever the reason.
-        steps: Forwards of the model.
+        steps: Steps that computed tokens: one forward each, or one for each sequence where the model cannot be
+            flattened.
         prompt_tokens: Tokens of the prompts of all requests admitted.
         hit_tokens: Of these, tokens whose prefill was skipped. Tokens that a preempted request finds of itself
             are no hits.

@@ -42,15 +42,22 @@ class Admission:
             else PrefixQueue(config.max_overtakes, books.block_size, self._estimate)
         )
         self._watermark = int(config.watermark * books.num_blocks)
-        # Whom the last attempt refused, in which epoch, and how much room there must be before it is worth another.
-        self._refused: tuple[Sequence | None, int, int] = (None, -1, 0)
+        # When somebody was refused last, and how much room there must be before it is worth another attempt.
+        self._refused: tuple[int, int] = (-1, -1)
+        self._enough = 0
 
     def admit(self, plan: Plan, budget: int) -> int:
         """Let in who fits, until the budget of tokens or something else ends; the budget that is left."""
-        parked = 0
+        books, parked = self._books, 0
+        if not books.rows.num_free or (
+            self._refused == (books.epoch, self.queue.version)
+            and books.room < self._enough
+            and books.anybody_runs
+        ):
+            return budget
         while budget > 0 and parked < _MOST_PARKED:
             seq = self.queue.next()
-            if seq is None or self._books.rows.num_free < 1 + len(seq._followers):
+            if seq is None or books.rows.num_free < 1 + len(seq._followers):
                 break
             chunk = self._try(seq, plan, budget)
             if chunk is None:
@@ -92,9 +99,6 @@ class Admission:
     def _try(self, seq: Sequence, plan: Plan, budget: int) -> int | None:
         """Let one in; how many tokens it computes in this step. 0: it is parked, or ended. None: it must wait."""
         books, pool = self._books, self._books.pool
-        refused, epoch, enough = self._refused
-        if refused is seq and epoch == books.epoch and books.room < enough and books.anybody_runs:
-            return None
         tokens = seq._tokens
         held, tail, start = _NO_BLOCKS, None, 0
         if books.config.share_prefixes:
@@ -125,7 +129,8 @@ class Admission:
         if needed > room:
             pool.release(held)
             if books.anybody_runs:
-                self._refused = seq, books.epoch, books.room + needed - room
+                self._refused = books.epoch, self.queue.version
+                self._enough = books.room + needed - room
                 return None
             self._give_up(seq, plan)
             return 0

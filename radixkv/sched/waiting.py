@@ -42,9 +42,13 @@ class WaitingQueue:
 
     Args:
         max_overtakes: See above.
+
+    Attributes:
+        version: Changes with whoever is in the queue.
     """
 
     def __init__(self, max_overtakes: int) -> None:
+        self.version = 0
         self._max_overtakes = max_overtakes
         self._ready: list[Sequence] = []
         self._new: list[
@@ -63,11 +67,13 @@ class WaitingQueue:
     def add(self, seq: Sequence, hint: int = 0) -> None:
         """`seq` waits; `hint` of its tokens may be cached."""
         insert_by_key(self._ready, seq)
+        self.version += 1
         self._note_new(seq)
 
     def discard(self, seq: Sequence) -> None:
         """`seq` is not in the queue any more."""
         remove_by_key(self._ready, seq)
+        self.version += 1
 
     def park(self, seq: Sequence, blocker: Sequence, num_tokens: int) -> None:
         """Take `seq` out of the queue until `blocker` has computed so many tokens."""
@@ -184,6 +190,7 @@ class PrefixQueue(WaitingQueue):
             super().add(seq)
             return
         self._note_new(seq)
+        self.version += 1
         hint = hint or self._estimate(seq)
         self._hints[seq] = hint
         self._best.add((-hint, seq.key, seq))
@@ -195,6 +202,7 @@ class PrefixQueue(WaitingQueue):
         if seq._started:
             super().discard(seq)
             return
+        self.version += 1
         self._best.remove((-self._hints.pop(seq), seq.key, seq))
         self._by_tokens.remove(self._places.pop(seq))
 

@@ -40,10 +40,9 @@ def bytecodes(call):
     return count
 
 
-def decoding(num, lengths):
-    scheduler = Scheduler(
-        RadixTree(BlockPool(40 * num), 16), SchedulerConfig(max_num_seqs=num, max_batched_tokens=2**20)
-    )
+def decoding(num, lengths, **options):
+    config = SchedulerConfig(**{"max_num_seqs": num, "max_batched_tokens": 2**20, **options})
+    scheduler = Scheduler(RadixTree(BlockPool(40 * num), 16), config)
     rng = np.random.default_rng(0)
     for i in range(num):
         scheduler.add(rng.integers(0, 1000, lengths[i % len(lengths)]), max_new_tokens=200)
@@ -79,11 +78,17 @@ def test_the_counter_would_see_a_loop():
     assert bytecodes(lambda: [scheduler.sequence(row) for row in range(64)]) > 64 * 5
 
 
-def test_a_step_costs_no_more_while_many_wait():
+@pytest.mark.parametrize("order", ["fcfs", "prefix"])
+@pytest.mark.parametrize("lacks", ["a row", "room"])
+def test_a_step_costs_no_more_while_many_wait(order, lacks):
     counts = []
-    for num_waiting in (1, 2000):
-        scheduler = decoding(16, [20])
-        for _ in range(num_waiting):
-            scheduler.add(range(10), max_new_tokens=4)  # there is no row for them
-        counts.append(bytecodes(lambda s=scheduler: step(s)))
-    assert counts[1] <= 1.1 * counts[0]
+    for num_waiting in (0, 2000):
+        scheduler = decoding(16, [20], order=order, max_num_seqs=16 + (lacks == "room"))
+        pool = scheduler.tree.pool
+        pool.allocate(pool.num_free - 120)  # enough for those that decode, not for a big prompt
+        for i in range(num_waiting):
+            scheduler.add([*range(3000), i], max_new_tokens=4)
+        step(scheduler)
+        counts.append(bytecodes(lambda s=scheduler: [step(s) for _ in range(10)]))
+        assert scheduler.num_waiting == num_waiting
+    assert counts[1] <= 1.15 * counts[0]

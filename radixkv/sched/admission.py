@@ -98,24 +98,24 @@ class Admission:
 
     def _try(self, seq: Sequence, plan: Plan, budget: int) -> int | None:
         """Let one in; how many tokens it computes in this step. 0: it is parked, or ended. None: it must wait."""
-        books, pool = self._books, self._books.pool
+        books = self._books
         tokens = seq._tokens
         held, tail, start = _NO_BLOCKS, None, 0
         if books.config.share_prefixes:
             match = books.tree.match(tokens, seq.request.namespace, max_tokens=len(tokens) - 1)
             tail, start = match.tail, match.num_tokens
-            held = match.take_all()
+            plan.held = held = match.take_all()
             if seq._host is None:
                 blocker = self.pending.find(seq, tokens, start)
                 if blocker is not None:
-                    pool.release(held)
+                    self._let_go(plan)
                     self.queue.park(seq, *blocker)
                     return 0
         num_cached = len(held) - (tail is not None)
         host = self._host_blocks(seq, num_cached)
         if len(host):
             if tail is not None:
-                held, tail = self._without_tail(held, tail)
+                held, tail = self._without_tail(plan, tail)
             start = min(seq._host_computed, (num_cached + len(host)) * books.block_size)
 
         num_blocks = -(-len(tokens) // books.block_size)
@@ -123,11 +123,11 @@ class Admission:
         needed = num_own + self._reserve(seq, num_blocks)
         if needed > books.room and tail is not None:
             # The block that the tail would be copied from is not free as long as it is held.
-            held, tail = self._without_tail(held, tail)
+            held, tail = self._without_tail(plan, tail)
             start = num_cached * books.block_size
         room = books.room
         if needed > room:
-            pool.release(held)
+            self._let_go(plan)
             if books.anybody_runs:
                 self._refused = books.epoch, self.queue.version
                 self._enough = books.room + needed - room
@@ -136,6 +136,7 @@ class Admission:
             return 0
 
         own = books.tree.allocate(num_own)
+        plan.held = None
         self._enter(seq, plan, np.concatenate((held[:num_cached], own)), start)
         if tail is not None:
             plan.tails.append((tail.block, own.item(0)))
@@ -178,9 +179,18 @@ class Admission:
         seq._followers = []
         self._books.release_host(seq)
 
-    def _without_tail(self, held: BlockIds, tail: Tail) -> tuple[BlockIds, None]:
+    def _let_go(self, plan: Plan) -> None:
+        """Release the match of a sequence that does not enter."""
+        held, plan.held = plan.held, None
+        if held is not None:
+            self._books.pool.release(held)
+
+    def _without_tail(self, plan: Plan, tail: Tail) -> tuple[BlockIds, None]:
+        """Release the last block of the match, which is a tail."""
+        assert plan.held is not None
+        plan.held = plan.held[:-1]
         self._books.pool.release(tail.block)
-        return held[:-1], None
+        return plan.held, None
 
     def _host_blocks(self, seq: Sequence, num_cached: int) -> BlockIds:
         """Host blocks that go on where the cached ones end."""

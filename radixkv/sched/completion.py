@@ -56,6 +56,8 @@ class Completion:
             pool.release(blocks)
         for row in plan.unshared:
             rows.set_shared(row, True)
+        if plan.held is not None:
+            pool.release(plan.held)
         if plan.tails:
             pool.release([block for block, _ in plan.tails])
         for entered in reversed(plan.entered):

@@ -67,6 +67,7 @@ class Plan:
         "entered",
         "finished",
         "grown",
+        "held",
         "keep",
         "leaving",
         "let_go",
@@ -90,6 +91,7 @@ class Plan:
         self.preempted: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.entered: list[Entered] = []
+        self.held: BlockIds | None = None  # the match of a sequence that is about to enter
         self.grown: list[tuple[npt.NDArray[np.intp], BlockIds]] = []  # rows, and the block that each got
         self.copied: list[Copied] = []
         self.let_go: dict[int, int] = {}  # references on shared blocks that go when the step is complete

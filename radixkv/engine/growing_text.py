@@ -7,7 +7,7 @@ from collections.abc import Callable
 __all__ = ["INCOMPLETE", "GrowingText", "common_start"]
 
 INCOMPLETE = "\ufffd"  # what part of a character decodes to
-_WINDOW = 16  # tokens of context, at least
+_WINDOW = 8  # tokens of context, at least
 _STUCK = 32  # tokens of no character, after which nobody waits for one any more
 _PARTS = 3  # bytes of a character that is not complete, at most
 _SILENT = 4  # tokens without text that stay in the window

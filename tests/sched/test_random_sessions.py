@@ -58,8 +58,9 @@ class Session:
         return self.random.choice(live) if live else None
 
     def between_steps(self, chance):
-        rng, seq = self.random, self.some()
-        if seq is None or rng.random() > chance:
+        rng = self.random
+        seq = self.some() if rng.random() < chance else None
+        if seq is None:
             return
         what = rng.choice(["fork", "fork", "finish", "abort", "restart", "guest", "evict"])
         if what == "fork":
@@ -106,14 +107,14 @@ class Session:
             caller.complete(step, *caller.sample(step, caller.forward(step)))
         if caller.checks:
             caller.check()
-        if self.calm:
+        if self.calm and caller.checks:
             assert all(s.num_preemptions <= 2 for request in self.requests for s in request.sequences)
         return True
 
     def run(self, num_requests, trouble):
         rng, left = self.random, num_requests
         while left or self.scheduler.has_unfinished:
-            if left and rng.random() < 0.4:
+            if left and len(self.scheduler._requests) < 60 and rng.random() < 0.4:
                 for _ in range(min(left, rng.choice([1, 1, 2, 6]))):
                     self.add()
                     left -= 1
@@ -121,6 +122,8 @@ class Session:
             self.step(trouble)
         while self.caller.guests:
             self.caller.guests.pop().release()
+        if self.calm:
+            assert all(seq.num_preemptions <= 2 for r in self.judged for seq in r.sequences)
         self.caller.check_outputs(self.judged)
         self.caller.check_empty()
 

@@ -7,13 +7,21 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from radixkv.attention.decode_steps import DecodeSteps
 from radixkv.attention.interface import AttentionBatch, AttentionSpec
 from radixkv.attention.merge import apply_sinks, merge_in_place
 from radixkv.attention.step_tables import StepTables
-from radixkv.attention.torch_bind import Bands, BoundCall, BoundPadded, BoundRound, Scratch, bind_rounds
-from radixkv.attention.torch_calls import Round
+from radixkv.attention.torch_bind import (
+    Bands,
+    BoundCall,
+    BoundPadded,
+    BoundRound,
+    Scratch,
+    bind_rounds,
+    rebind_rounds,
+)
 from radixkv.attention.torch_kernels import FlashLayer, LayerKernel, MathLayer, flash_can_run
-from radixkv.attention.torch_plan import Costs, plan_rounds
+from radixkv.attention.torch_plan import Costs, Plan, plan_step
 from radixkv.core.errors import InvalidRequestError
 
 __all__ = ["TorchBackend"]
@@ -43,10 +51,12 @@ class TorchBackend:
         self.device = torch.device(device)
         self._costs = costs or (Costs() if self.device.type == "cpu" else _COSTS_ELSEWHERE)
         self._fused = fused
-        self._batch: AttentionBatch | None = None
-        self._num_rows = 0
-        self._plans: dict[AttentionSpec, list[Round]] = {}
-        self._bound: dict[tuple[AttentionSpec, torch.dtype], list[BoundRound]] = {}
+        self._num_rows = self._block_size = 0
+        self._plans: dict[AttentionSpec, Plan] = {}
+        self._steps: DecodeSteps | None = None
+        # Steps planned, and which of them the tensors of a plan are for.
+        self._number = 0
+        self._bound: dict[tuple[AttentionSpec, torch.dtype], tuple[int, list[BoundRound]]] = {}
         self._scratch: dict[torch.dtype, Scratch] = {}
         self._bands: dict[tuple[int | None, torch.dtype], Bands] = {}
 
@@ -55,11 +65,29 @@ class TorchBackend:
         return None
 
     def plan(self, batch: AttentionBatch, specs: Collection[AttentionSpec]) -> None:
-        """Cut a step into calls, once for each kind of layers. Touches no tensor."""
-        tables = StepTables(batch)
-        self._batch, self._num_rows = batch, batch.num_tokens
-        self._plans = {spec: plan_rounds(tables, spec, self._costs) for spec in specs}
-        self._bound = {}
+        """Cut a step into calls, once for each kind of layers. Touches no tensor.
+
+        A step of decodes that follows the last one, with each context one token longer, takes its plan over and
+        lets it grow.
+        """
+        # Whatever is raised below, no half of a plan stays.
+        steps, self._steps = self._steps, None
+        grown = None if steps is None or self._plans.keys() != set(specs) else steps.advance(batch)
+        if steps is None or grown is None or (grown and not self._grow(steps)):
+            self._plans, self._bound = {}, {}
+            tables = StepTables(batch)
+            decodes = DecodeSteps.only_decodes(batch)
+            steps = DecodeSteps(batch) if decodes else None
+            self._plans = {spec: plan_step(tables, spec, self._costs, decodes) for spec in specs}
+            self._num_rows, self._block_size = batch.num_tokens, batch.block_size
+        self._steps = steps
+
+    def _grow(self, steps: DecodeSteps) -> bool:
+        self._number += 1
+        return all(
+            plan.growth is not None and plan.growth.grow(steps.contexts, steps.last_slots)
+            for plan in self._plans.values()
+        )
 
     def run(
         self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
@@ -69,8 +97,8 @@ class TorchBackend:
         Raises:
             InvalidRequestError: Not planned, or the tensors are not those of `spec` and the step.
         """
-        bound = self._bound.get((spec, query.dtype))
-        if bound is None:
+        number, bound = self._bound.get((spec, query.dtype), (-1, []))
+        if number != self._number:
             bound = self._bind(spec, query, keys, values)
         elif query.shape[0] != self._num_rows:
             raise InvalidRequestError(f"the step has {self._num_rows} query rows, got {query.shape[0]}")
@@ -103,12 +131,11 @@ class TorchBackend:
         return out.to(query.dtype)
 
     def _bind(self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor) -> list[BoundRound]:
-        batch = self._batch
-        if batch is None or spec not in self._plans:
+        if spec not in self._plans:
             raise InvalidRequestError(f"plan this step for {spec} before running it")
-        page = (keys.shape[0], batch.block_size, spec.num_kv_heads)
+        page = (keys.shape[0], self._block_size, spec.num_kv_heads)
         wanted = (
-            (batch.num_tokens, spec.num_heads, spec.key_dim),
+            (self._num_rows, spec.num_heads, spec.key_dim),
             (*page, spec.key_dim),
             (*page, spec.value_dim),
         )
@@ -128,8 +155,14 @@ class TorchBackend:
             scratch = self._scratch.get(query.dtype)
             if scratch is None:
                 scratch = self._scratch[query.dtype] = Scratch(2 * self._costs.copy, query.dtype, keys.device)
-            bound = bind_rounds(self._plans[spec], spec, bands, scratch)
-        self._bound[spec, query.dtype] = bound
+            rounds = self._plans[spec].rounds
+            known = self._bound.pop((spec, query.dtype), None)
+            if known is None:
+                bound = bind_rounds(rounds, spec, bands, scratch)
+            else:
+                bound = known[1]
+                rebind_rounds(bound, rounds, spec, bands, scratch)
+        self._bound[spec, query.dtype] = self._number, bound
         return bound
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from radixkv.attention.interface import AttentionSpec
+from radixkv.attention.padded_rows import PaddedRows
 from radixkv.attention.step_tables import Int64s
 from radixkv.attention.torch_calls import Call, PaddedCall, Round, Rows
 
@@ -21,6 +22,7 @@ __all__ = [
     "BoundRound",
     "Scratch",
     "bind_rounds",
+    "rebind_rounds",
 ]
 
 # A masked logit. Not minus infinity: a row that sees no key of a part gets a log-sum-exp so low that the merge
@@ -29,6 +31,9 @@ MASKED = -1e30
 
 # With a mask, the heads of a group are folded into rows up to so many rows: the mask is repeated for each head.
 _MAX_FOLDED_ROWS = 256
+
+
+_NOTHING = torch.empty(0)
 
 
 @dataclass(slots=True)
@@ -111,18 +116,27 @@ class Scratch:
 
     def __init__(self, max_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.max_elements = max_elements
+        self._rooms: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._flat = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
 
     def room(self, slots: int, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
         """`[slots, kv_heads, dim]` for keys and for values, valid until the next call uses its own; None: too large."""
         if slots * spec.num_kv_heads * (spec.key_dim + spec.value_dim) > self.max_elements:
             return None
+        key = slots, spec.num_kv_heads, spec.key_dim, spec.value_dim
+        known = self._rooms.get(key)
+        if known is not None:
+            return known
+        if len(self._rooms) >= 1024:
+            self._rooms.clear()
         found = []
         for index, dim in enumerate((spec.key_dim, spec.value_dim)):
             elements = slots * spec.num_kv_heads * dim
             if self._flat[index].numel() < elements:
                 self._flat[index] = self._flat[index].new_empty(elements)
+                self._rooms.clear()
             found.append(self._flat[index][:elements].view(slots, spec.num_kv_heads, dim))
+        self._rooms[key] = found[0], found[1]
         return found[0], found[1]
 
 
@@ -130,6 +144,7 @@ class _Binder:
     def __init__(self, spec: AttentionSpec, bands: Bands, scratch: Scratch) -> None:
         self.spec, self.group, self.bands, self.scratch = spec, spec.group, bands, scratch
         self.dtype, self.device = bands.dtype, bands.device
+        self._groups: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
 
     def tensor(self, array: Int64s) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -178,14 +193,33 @@ class _Binder:
         )
 
     def padded(self, call: PaddedCall) -> BoundPadded:
-        num_rows, num_keys = call.slots.shape
-        mask = None
-        if int(call.lens.min()) < num_keys:
-            hidden = torch.arange(num_keys, device=self.device) >= self.tensor(call.lens)[:, None]
-            mask = as_mask(hidden, self.dtype)[:, None, None]
-        slots = self.tensor(call.slots.reshape(-1))
-        room = self.scratch.room(num_rows * num_keys, self.spec)
-        return BoundPadded(call.rows.start, num_rows, self.index(call.rows), slots, num_keys, mask, room)
+        rows = call.rows
+        bound = BoundPadded(rows.start, len(rows), self.index(rows), _NOTHING, 0, None, None)
+        self.fill(bound, call)
+        return bound
+
+    def fill(self, bound: BoundPadded, call: PaddedCall) -> None:
+        """Put what a call reads now into its tensors."""
+        group = self._groups.get(id(call.group))
+        if group is None:
+            group = self._groups[id(call.group)] = self._group(call.group)
+        num_keys, rows = call.group.widths[call.number], bound.num_rows
+        bound.slots, mask = group[call.number]
+        bound.mask = None if mask is None else mask.view(rows, 1, 1, num_keys)
+        if num_keys != bound.num_keys:
+            bound.num_keys, bound.room = num_keys, self.scratch.room(rows * num_keys, self.spec)
+
+    def _group(self, group: PaddedRows) -> list[tuple[Tensor, Tensor | None]]:
+        """Flat slots and masks of all calls of a group, in one transfer."""
+        sizes = group.sizes
+        slots = self.tensor(group.flat).split(sizes)
+        if group.hidden is None:
+            return [(each, None) for each in slots]
+        masks = as_mask(torch.from_numpy(group.hidden).to(self.device), self.dtype).split(sizes)
+        return [
+            (each, None if whole else mask)
+            for each, mask, whole in zip(slots, masks, group.whole, strict=True)
+        ]
 
 
 class Bands:
@@ -255,3 +289,21 @@ def bind_rounds(rounds: list[Round], spec: AttentionSpec, bands: Bands, scratch:
             order = binder.tensor(np.argsort(rows.index))
         bound.append(BoundRound(calls, rows.start, len(rows), binder.index(rows), order))
     return bound
+
+
+def rebind_rounds(
+    bound: list[BoundRound], rounds: list[Round], spec: AttentionSpec, bands: Bands, scratch: Scratch
+) -> None:
+    """Take over what grew in a plan (`torch_growth`); arguments as for `bind_rounds`."""
+    binder = _Binder(spec, bands, scratch)
+    for one, before in zip(rounds, bound, strict=True):
+        bound_calls = before.calls
+        for number, (call, old) in enumerate(zip(one.calls, bound_calls, strict=True)):
+            if isinstance(call, PaddedCall):
+                assert isinstance(old, BoundPadded)
+                binder.fill(old, call)
+            elif call.slots is None and call.lows is None:
+                assert isinstance(old, BoundCall)
+                old.slot, old.num_keys, old.mask, old.folded_mask = call.slot, call.num_keys, None, None
+            elif spec.window is not None:
+                bound_calls[number] = binder.call(call)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixkv.attention.padded_rows import PaddedRows
 from radixkv.attention.step_tables import Int64s
 
 __all__ = ["Call", "Chunk", "PaddedCall", "Round", "Rows"]
@@ -92,13 +93,13 @@ class PaddedCall:
 
     Attributes:
         rows: n query rows.
-        slots: int64 `[n, most keys]`, padded with slots that the row reads anyway.
-        lens: int64 `[n]`: keys of each row.
+        group: The rows of this and other calls, with what they read.
+        number: Which of the calls of `group` this is.
     """
 
     rows: Rows
-    slots: Int64s
-    lens: Int64s
+    group: PaddedRows
+    number: int
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ the kernel itself reads views at 20 to 40 GB/s. So a call is worth as much as co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,11 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.attention.cascade import Segment, cascade
+from radixkv.attention.decode_steps import MAX_KEPT_STEPS
 from radixkv.attention.interface import AttentionSpec
+from radixkv.attention.padded_rows import PaddedRows
 from radixkv.attention.step_tables import Int64s, StepTables
 from radixkv.attention.torch_calls import Call, Chunk, PaddedCall, Round, Rows
+from radixkv.attention.torch_growth import Growth
 
-__all__ = ["Costs", "plan_rounds"]
+__all__ = ["Costs", "Plan", "plan_rounds", "plan_step"]
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,34 @@ class Costs:
     prefix: int = 1024
 
 
+@dataclass(slots=True)
+class Plan:
+    """A step cut for one kind of layers.
+
+    Attributes:
+        rounds: Empty if there are no query rows.
+        growth: For a step of decodes: what makes it the plan of the next one.
+    """
+
+    rounds: list[Round]
+    growth: Growth | None
+
+
+def plan_step(tables: StepTables, spec: AttentionSpec, costs: Costs, decodes: bool = False) -> Plan:
+    """Cut a step for one kind of layers; `decodes`: each entry has one query, and the plan may be kept."""
+    planner = _Planner(tables, spec, costs, decodes)
+    return Plan(planner.plan(), planner.growth)
+
+
 def plan_rounds(tables: StepTables, spec: AttentionSpec, costs: Costs) -> list[Round]:
     """Cut a step for one kind of layers. Empty if there are no query rows."""
-    return _Planner(tables, spec, costs).plan()
+    return plan_step(tables, spec, costs).rounds
 
 
 class _Planner:
-    def __init__(self, tables: StepTables, spec: AttentionSpec, costs: Costs) -> None:
+    def __init__(self, tables: StepTables, spec: AttentionSpec, costs: Costs, decodes: bool) -> None:
         self.tables, self.costs, self.window = tables, costs, spec.window
+        self.keep = decodes
         elements = spec.num_kv_heads * (spec.key_dim + spec.value_dim)
         # Tokens whose copy costs as much as a call, and those copied at a time.
         self.call_tokens = costs.call // elements
@@ -72,6 +96,7 @@ class _Planner:
         self.share_tokens = -(-costs.share // elements)
         self.base: list[Call | PaddedCall] = []
         self.parts: list[Call | PaddedCall] = []
+        self.growth: Growth | None = None
 
     def plan(self) -> list[Round]:
         tables = self.tables
@@ -83,6 +108,8 @@ class _Planner:
             np.maximum(tables.firsts + 1 - self.window, 0, out=lows)
         shared = tables.shared if len(active) > 1 else []
         cut = cascade(shared, lows, tables.batch.block_size, self._pays)
+        if self.keep:
+            self.growth = Growth(self.window, cut.own_starts, tables.contexts)
         for segment in cut.segments:
             self._shared_part(segment)
         single = np.flatnonzero(active & (tables.queries == 1))
@@ -113,7 +140,10 @@ class _Planner:
             lows = None
             if row_lows is not None and int(row_lows.max()) > start:
                 lows = np.clip(row_lows - start, 0, stop - start)
-            self.parts.append(self._call(rows, int(entries[0]), start, stop, lows=lows))
+            call = self._call(rows, int(entries[0]), start, stop, lows=lows)
+            self.parts.append(call)
+            if self.growth is not None:
+                self.growth.add_part(call, entries, start, stop)
 
     def _decodes(self, entries: Int64s, starts: Int64s) -> None:
         """Own parts of entries with one query."""
@@ -124,7 +154,6 @@ class _Planner:
         if np.count_nonzero(short) < 2:
             short[:] = False
         copied = short | ((extra_runs > 0) & (lens <= extra_runs * self.call_tokens))
-        self._copied_decodes(entries[copied], starts[copied], lens[copied])
         slots = tables.slots_at(entries, starts)
         in_place = zip(
             *(
@@ -133,41 +162,66 @@ class _Planner:
             ),
             strict=True,
         )
+        tails: list[tuple[int, int]] = []  # what is left of entries that are else read in place
         for entry, row, start, stop, more, slot in in_place:
             where = Rows(row, row + 1)
             if not more:
-                self.base.append(Call(where, slot, None, stop - start))
+                self._view(Call(where, slot, None, stop - start), entry, start)
                 continue
             *parts, (begin, end) = self._pieces(entry, start, stop)
-            self.base.append(self._call(where, entry, begin, end))
-            self.parts += [self._call(where, entry, *part) for part in parts]
+            if end - begin >= self.call_tokens and tables.is_run(entry, begin, end):
+                self._view(self._call(where, entry, begin, end), entry, begin)
+            else:
+                tails.append((entry, begin))
+            for part in parts:
+                call = self._call(where, entry, *part)
+                self.parts.append(call)
+                if self.growth is not None:
+                    self.growth.add_part(call, np.array([entry]), *part)
+        if tails:
+            both = np.concatenate([entries[copied], np.array([entry for entry, _ in tails])])
+            begins = np.concatenate([starts[copied], np.array([begin for _, begin in tails])])
+            order = np.argsort(both)
+            self._copied_decodes(both[order], begins[order])
+        else:
+            self._copied_decodes(entries[copied], starts[copied])
 
-    def _copied_decodes(self, entries: Int64s, starts: Int64s, lens: Int64s) -> None:
-        """Own parts that are copied, in equal pieces if they are long; the first pieces are the base."""
+    def _view(self, call: Call, entry: int, start: int) -> None:
+        self.base.append(call)
+        if self.growth is not None:
+            self.growth.add_view(call, entry, start)
+
+    def _copied_decodes(self, entries: Int64s, starts: Int64s) -> None:
+        """Own parts that are copied, in equal pieces if they are long; the last pieces are the base."""
+        lens = self.tables.contexts[entries] - starts
         counts = -(-lens // self.copy_tokens)
         for piece in range(int(counts.max(initial=0))):
-            some = np.flatnonzero(counts > piece)
-            cuts = (starts[some] + lens[some] * number // counts[some] for number in (piece, piece + 1))
             calls = self.parts if piece else self.base
-            calls += self._padded(entries[some], *cuts)
+            # Long and short ones apart: all rows of a call are padded to its longest.
+            long = lens > self.call_tokens
+            for chosen in (long, ~long):
+                some = np.flatnonzero((counts > piece) & chosen)
+                if len(some):
+                    numbers = counts[some] - 1 - piece
+                    begins, stops = (
+                        starts[some] + lens[some] * number // counts[some]
+                        for number in (numbers, numbers + 1)
+                    )
+                    calls += self._padded(entries[some], begins, stops, own=piece == 0)
 
-    def _padded(self, entries: Int64s, starts: Int64s, stops: Int64s) -> list[PaddedCall]:
+    def _padded(self, entries: Int64s, starts: Int64s, stops: Int64s, own: bool) -> list[PaddedCall]:
         """One query of each of some entries over some positions of each, as many at once as are copied at once."""
-        tables = self.tables
-        lens, rows = stops - starts, tables.starts[entries]
-        most = int(lens.max())
-        steps = np.arange(most, dtype=np.int64)
-        positions = starts[:, None] + np.where(steps < lens[:, None], steps, 0)
-        slots = tables.slots_at(entries[:, None], positions)
-        at_once = max(1, self.copy_tokens // most)
-        calls = []
-        for begin in range(0, len(entries), at_once):
-            part = slice(begin, begin + at_once)
-            numbers, counts = rows[part], lens[part]
+        slack = MAX_KEPT_STEPS if self.growth is not None and own else 0
+        group = PaddedRows(self.tables, entries, starts, stops, self.copy_tokens, slack)
+        if self.growth is not None:
+            self.growth.add_padded(group, own)
+        rows, calls = self.tables.starts[entries], []
+        for number, (begin, end) in enumerate(itertools.pairwise(group.bounds)):
+            numbers = rows[begin:end]
             first, last = int(numbers[0]), int(numbers[-1])
             consecutive = last - first == len(numbers) - 1
             where = Rows(first, last + 1, None if consecutive else numbers)
-            calls.append(PaddedCall(where, slots[part, : int(counts.max())], counts))
+            calls.append(PaddedCall(where, group, number))
         return calls
 
     def _prompt(self, entry: int, own_start: int) -> None:

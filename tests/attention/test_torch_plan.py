@@ -19,11 +19,14 @@ GEMMA = AttentionSpec(4, 1, 256, 256, 0.06)
 def reads(call, window):
     """`(row, slots it sees)` of every row of a call."""
     if isinstance(call, PaddedCall):
-        for row, slots, length in zip(call.rows.numbers(), call.slots, call.lens, strict=True):
-            assert set(slots[length:]) <= set(
-                slots[:length]
+        group = call.group
+        slots, hidden = group.slots(call.number), group.hidden_in(call.number)
+        assert group.whole[call.number] == (not hidden.any())
+        for row, read, padding in zip(call.rows.numbers(), slots, hidden, strict=True):
+            assert set(read[padding]) <= set(
+                read[~padding]
             )  # padding reads nothing that the row does not own
-            yield int(row), slots[:length].tolist()
+            yield int(row), read[~padding].tolist()
         return
     slots = (np.arange(call.slot, call.slot + call.num_keys) if call.slots is None else call.slots).tolist()
     rows = call.rows.numbers().tolist()
@@ -99,7 +102,7 @@ def test_a_shared_prefix_is_read_once_and_own_parts_are_copied_together():
     (call,) = shared
     assert (len(call.rows), call.slot, call.slots, call.num_keys) == (8, 0, None, 512)
     assert [type(one) for one in base] == [PaddedCall]
-    assert base[0].slots.shape == (8, 40)
+    assert base[0].group.slots(0).shape == (8, 40)
 
 
 def test_levels_of_sharing_become_rounds():
@@ -107,13 +110,13 @@ def test_levels_of_sharing_become_rounds():
     base, root, branches = calls_of(make_batch(tables, [49 * 16] * 8))
     assert [(len(call.rows), call.num_keys) for call in root] == [(8, 512)]
     assert [(len(call.rows), call.slot, call.num_keys) for call in branches] == [(4, 512, 256), (4, 768, 256)]
-    assert base[0].slots.shape == (8, 16)
+    assert base[0].group.slots(0).shape == (8, 16)
 
 
 def test_a_short_shared_prefix_is_not_worth_a_call():
     tables = [[0, 1 + i] for i in range(4)]
     ((call,),) = calls_of(make_batch(tables, [20] * 4))
-    assert call.slots.shape == (4, 20)
+    assert call.group.slots(0).shape == (4, 20)
 
 
 def test_long_contexts_that_share_nothing_are_views():
@@ -128,7 +131,7 @@ def test_two_long_runs_are_two_views_and_a_shattered_context_is_copied_in_pieces
     assert [(call.slot, call.num_keys) for call in part] == [(640, 512)]
     assert [(call.slot, call.num_keys) for call in base] == [(0, 320)]
     rounds = calls_of(make_batch([range(98, -1, -2)], [50 * 16]))
-    assert [[call.slots.size for call in calls] for calls in rounds] == [[400], [400]]
+    assert [[call.group.slots(call.number).size for call in calls] for calls in rounds] == [[400], [400]]
 
 
 @pytest.mark.parametrize("cached", [0, 512, 2048])
@@ -152,4 +155,6 @@ def test_slots_are_64_bits_wide():
     ((call,),) = calls_of(make_batch([[top]], [5]), plain_spec())
     assert call.slot == top * 16
     base, _ = calls_of(make_batch([[top, top - 7]] * 2, [17] * 2), AttentionSpec(4, 1, 8192, 8192, 1.0))
-    assert all(call.slots is None or call.slots.dtype == np.int64 for call in base)
+    assert (
+        base[0].slots.dtype == np.int64 if hasattr(base[0], "slots") else base[0].group.flat.dtype == np.int64
+    )

@@ -39,7 +39,9 @@ class DecodeSteps:
         self._tables[:, : self._width] = batch.block_tables[:, : self._width]
         self._used = np.arange(room) < used[:, None]
         self._rows = np.arange(len(self.contexts))
-        self.last_slots = self._slots()
+        self._starts = batch.query_starts.copy()
+        blocks, offsets = np.divmod(self.contexts - 1, self._size)
+        self.last_slots = self._tables[self._rows, blocks].astype(np.int64) * self._size + offsets
 
     @staticmethod
     def only_decodes(batch: AttentionBatch) -> bool:
@@ -57,13 +59,16 @@ class DecodeSteps:
             Tokens that each context grew by, 0 or 1; None if the step does not follow. After a None this object
             is of no more use.
         """
+        starts = batch.query_starts
         if batch.block_size != self._size or len(batch.context_lens) != len(self.contexts):
             return None
+        if len(starts) != len(self._starts) or not (starts == self._starts).all():
+            return None
         grown = int(batch.context_lens[0]) - int(self.contexts[0])
-        if grown not in (0, 1) or not self.only_decodes(batch):
+        if grown not in (0, 1):
             return None
         contexts = self.contexts + grown
-        if not np.array_equal(batch.context_lens, contexts):
+        if not (batch.context_lens == contexts).all():
             return None
         width, tables = self._width, batch.block_tables
         if tables.shape[1] < width:
@@ -74,29 +79,32 @@ class DecodeSteps:
             return None
         if grown:
             self.contexts = contexts
-            begun = np.flatnonzero((contexts - 1) % self._size == 0)
-            if len(begun) and not self._begin_blocks(begun, tables):
+            blocks, offsets = np.divmod(contexts - 1, self._size)
+            begun = np.flatnonzero(offsets == 0)
+            if len(begun) and not self._begin_blocks(begun, blocks, tables):
                 return None
-            self.last_slots = self._slots()
+            self.last_slots = self._tables[self._rows, blocks].astype(np.int64) * self._size + offsets
         return grown
 
-    def _begin_blocks(self, rows: Int64s, tables: npt.NDArray[np.int32]) -> bool:
-        """Take over the new last blocks of some entries; False if the blocks before them became shared ones."""
-        blocks = (self.contexts[rows] - 1) // self._size
-        if int(blocks.max()) >= self._tables.shape[1]:
+    def _begin_blocks(self, rows: Int64s, last: Int64s, tables: npt.NDArray[np.int32]) -> bool:
+        """Take over the new last blocks of some entries; False if the blocks before them became shared ones.
+
+        Args:
+            rows: int64 `[n]`: the entries.
+            last: int64 `[S]`: the last block of every entry.
+            tables: The block tables of the step.
+        """
+        blocks = last[rows]
+        used = int(blocks.max()) + 1
+        if used > self._tables.shape[1]:
             return False
         self._tables[rows, blocks] = tables[rows, blocks]
         self._used[rows, blocks] = True
-        self._width = max(self._width, int(blocks.max()) + 1)
-        full = blocks - 1
-        some = full >= 0
-        rows, full = rows[some], full[some]
-        same = self._tables[:, full] == self._tables[rows, full]
+        self._width = max(self._width, used)
+        full = (
+            blocks - 1
+        )  # not below 0: a context that grew by one token and begins a block has one before it
+        same = self._tables.take(full, axis=1) == self._tables[rows, full]
         # Others share a block only once it is full for them, too.
-        same &= ((self.contexts - 1) // self._size)[:, None] > full
+        same &= last[:, None] > full
         return bool(np.count_nonzero(same) == len(rows))
-
-    def _slots(self) -> Int64s:
-        last = self.contexts - 1
-        blocks = self._tables[self._rows, last // self._size].astype(np.int64)
-        return blocks * self._size + last % self._size

@@ -26,7 +26,7 @@ from radixkv.core.errors import InvalidRequestError
 
 __all__ = ["TorchBackend"]
 
-# Away from the CPU, kernel launches cost more than arithmetic, and large masks little.
+# Away from the CPU, kernel launches cost more than arithmetic, and large masks little. Estimates: not measured.
 _COSTS_ELSEWHERE = Costs(call=1 << 20, share=1 << 20, copy=1 << 24, rows=1024, prefix=4096)
 
 

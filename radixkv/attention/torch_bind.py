@@ -133,7 +133,8 @@ class Scratch:
         for index, dim in enumerate((spec.key_dim, spec.value_dim)):
             elements = slots * spec.num_kv_heads * dim
             if self._flat[index].numel() < elements:
-                self._flat[index] = self._flat[index].new_empty(elements)
+                # With room to spare: the contexts of decodes grow in each step.
+                self._flat[index] = self._flat[index].new_empty(elements + elements // 4)
                 self._rooms.clear()
             found.append(self._flat[index][:elements].view(slots, spec.num_kv_heads, dim))
         self._rooms[key] = found[0], found[1]

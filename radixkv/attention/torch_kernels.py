@@ -79,12 +79,16 @@ class FlashLayer:
         self.in_place = self.flat_keys is not None and self.flat_values is not None
         # One batch row of all query heads where the keys of a group can be had by one stride.
         self.one_batch = self.group == 1 or self.kv_heads == 1
-        if self.flat_keys is not None and self.flat_values is not None:
-            self.narrow_keys, self.narrow_values = (
-                self._narrow(self.flat_keys),
-                self._narrow(self.flat_values),
-            )
-            self.wide_keys, self.wide_values = self._wide(self.narrow_keys), self._wide(self.narrow_values)
+        self._pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def _whole(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The whole pools of keys and values, narrow and wide. Made when first asked for: copies need none."""
+        if self._pair is None:
+            assert self.flat_keys is not None
+            assert self.flat_values is not None
+            narrow = self._narrow(self.flat_keys), self._narrow(self.flat_values)
+            self._pair = narrow, (self._wide(narrow[0]), self._wide(narrow[1]))
+        return self._pair
 
     def call(self, call: BoundCall) -> tuple[Tensor, Tensor]:
         """Rows that read the same keys."""
@@ -94,9 +98,8 @@ class FlashLayer:
         if self.kv_heads > 1 and call.num_rows > 32:
             folded = False  # the fold would copy the queries, for little
         if call.slots is None and self.in_place:
-            key, value = (
-                (self.narrow_keys, self.narrow_values) if folded else (self.wide_keys, self.wide_values)
-            )
+            narrow, wide = self._whole()
+            key, value = narrow if folded else wide
             key, value = key.narrow(2, call.slot, call.num_keys), value.narrow(2, call.slot, call.num_keys)
         else:
             key, value = map(self._narrow, self._take(call, call.slot, call.num_keys))

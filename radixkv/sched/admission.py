@@ -16,7 +16,7 @@ _NO_BLOCKS = np.empty(0, np.int32)
 
 # How many sequences one step may park with those that compute their prefix. The rest is looked at in later steps,
 # so that a long queue does not hold up a step.
-_MOST_PARKED = 1024
+_MOST_PARKED = 128
 
 
 class Admission:

@@ -11,6 +11,7 @@ from radixkv.core.errors import InvalidRequestError
 
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 ORDERS = ("fcfs", "prefix")
+_MOST_SEQS = 2**20  # each takes a row in arrays that are made at once
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _require_int("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_num_seqs > _MOST_SEQS:
+            raise InvalidRequestError(f"max_num_seqs must be at most {_MOST_SEQS}, got {self.max_num_seqs}")
         _require_int("max_batched_tokens", self.max_batched_tokens, 1)
         _require_int("max_overtakes", self.max_overtakes, 0)
         if self.max_seq_len is not None:

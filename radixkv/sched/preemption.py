@@ -63,8 +63,12 @@ class Growth:
                     rows.set_shared(row, False)
                     plan.unshared.append(row)
                     continue
-            if not self._make_room(seq, plan):
+            if not self._make_room(seq, plan, old if num_rows else -1, num_rows):
                 sits_out.append(i)
+                continue
+            if num_rows and not books.is_shared(old, num_rows, plan.let_go):
+                rows.set_shared(row, False)  # whoever shared it was preempted
+                plan.unshared.append(row)
                 continue
             block = books.tree.allocate(1)
             if num_rows:
@@ -83,10 +87,20 @@ class Growth:
                 np.intp,
             )
 
-    def _make_room(self, seq: Sequence, plan: Plan) -> bool:
-        """Make room for one block; if that cannot be done in this step, `seq` runs on without it, or no more."""
+    def _make_room(self, seq: Sequence, plan: Plan, shared: int, num_rows: int) -> bool:
+        """Make room for one block, or for none if that is found not to be needed after all.
+
+        Args:
+            seq: Who needs it.
+            plan: Of the step.
+            shared: The block that it would be a copy of, as long as others hold that; -1 if it is a new one.
+            num_rows: How many rows of that are filled.
+
+        Returns:
+            False if that cannot be done in this step: `seq` runs on without it, or no more.
+        """
         books = self._books
-        while books.room < 1:
+        while books.room < 1 and (shared < 0 or books.is_shared(shared, num_rows, plan.let_go)):
             plan.short = True
             if plan.num_leaving_blocks > plan.num_pledged:
                 plan.num_pledged += 1

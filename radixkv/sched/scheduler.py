@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from radixkv.core.block_pool import BlockPool, checks_requested
 from radixkv.core.errors import InvalidRequestError
-from radixkv.core.namespace import Namespace
+from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.radix_tree import RadixTree
 from radixkv.core.tokens import as_tokens
 from radixkv.sched.admission import Admission
@@ -192,7 +193,12 @@ class Scheduler:
                 f"a prompt of {len(prompt)} tokens needs {needed} blocks of {size}, the pool has {have}: "
                 f"raise num_blocks or shorten the prompt"
             )
-        rid = self._num_arrived if rid is None else rid
+        if rid is None:
+            rid = next(rank for rank in itertools.count(self._num_arrived) if rank not in self._requests)
+        elif not isinstance(rid, Hashable):
+            raise InvalidRequestError(
+                f"rid must be hashable, such as an int or a str, got {type(rid).__name__}"
+            )
         if rid in self._requests:
             raise InvalidRequestError(f"there is an unfinished request {rid!r} already")
         request = Request(rid, prompt, namespace, max_new_tokens, n, self._num_arrived)
@@ -286,10 +292,12 @@ class Scheduler:
             key_of: The namespace of each unfinished request from now on; None to leave them as they are.
 
         Raises:
-            InvalidRequestError: A step is out.
+            InvalidRequestError: A step is out, or `key_of` gives what is no namespace. Nothing is changed.
         """
         self._require_no_step("restart")
         names = {} if key_of is None else {rid: key_of(request) for rid, request in self._requests.items()}
+        for name in names.values():
+            canonical_namespace(name)  # raises before anything is taken apart
         with self._pool.lock:
             waiting = self._lifecycle.restart()
             for rid, name in names.items():

@@ -31,6 +31,10 @@ def remove_by_key(seqs: list[Sequence], seq: Sequence) -> None:
     del seqs[at]
 
 
+def _never_ran(seq: Sequence) -> bool:
+    return seq.state == "waiting" and not seq._started and seq._leader is None and seq.row < 0
+
+
 class WaitingQueue:
     """Sequences that wait for a row and blocks, in order of arrival.
 
@@ -54,6 +58,7 @@ class WaitingQueue:
         self._new: list[
             tuple[Key, Sequence]
         ] = []  # a heap of those never admitted, some of them gone meanwhile
+        self._most_new = 64
         self._later: list[Key] = []  # admitted ones that arrived after the oldest that waits
 
     def __len__(self) -> int:
@@ -131,13 +136,17 @@ class WaitingQueue:
     def _note_new(self, seq: Sequence) -> None:
         if not seq._started:
             heapq.heappush(self._new, (seq.key, seq))
+            if len(self._new) > self._most_new:  # those that went from behind the oldest are still there
+                self._new = [entry for entry in self._new if _never_ran(entry[1])]
+                heapq.heapify(self._new)
+                self._most_new = 2 * len(self._new) + 64
 
     def _oldest(self) -> Sequence | None:
         """The oldest one that was never admitted."""
         heap = self._new
         while heap:
             seq = heap[0][1]
-            if seq.state == "waiting" and not seq._started and seq._leader is None and seq.row < 0:
+            if _never_ran(seq):
                 return seq
             heapq.heappop(heap)
         return None

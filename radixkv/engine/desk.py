@@ -64,8 +64,10 @@ class Desk:
         stream.first_token, stream.num_tokens = parent.first_token, parent.num_tokens
         stream.logprobs = None if parent.logprobs is None else list(parent.logprobs)
         if stream.text is not None:
-            # Its reader has what the parent gave out so far.
-            stream.given = sum(len(stream.text.add(token)) for token in sequence.output_tokens.tolist())
+            try:  # its reader has what the parent gave out so far
+                stream.given = sum(len(stream.text.add(token)) for token in sequence.output_tokens.tolist())
+            except Exception:  # of the tokenizer; its text will be made at the end, or that fails too
+                stream.text = None
         parent.record.streams.append(stream)
         self.streams[sequence] = stream
 

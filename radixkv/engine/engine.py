@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Any
 
@@ -139,11 +139,11 @@ class Engine:
         self._given_model = model
         self._tokenizer = tokenizer
         self._longest: int = config.max_seq_len or 0
-        self._runner = ModelRunner(model, cache.store, attention)
+        self._wanted_attention = attention
         self._tier = HostTier(cache.store, host_memory) if host_memory else None
         self._scheduler = Scheduler(cache.tree, config, None if self._tier is None else self._tier.pool)
         self._sampler = Sampler(self._model, tokenizer)
-        self._executor = Executor(cache.store, self._tier, self._runner, self._sampler)
+        self._read_model()
         self._desk = Desk(tokenizer, self._scheduler, cache.recorder)
         self._circumstances: Any = None
         self._door = Door()
@@ -251,11 +251,14 @@ class Engine:
         items = as_prompts(prompts)
         params = sampling_for(items, sampling)
         canonical_namespace(namespace)
+        most = self._scheduler.config.max_num_seqs
+        if any(wanted.n > most for wanted in params):
+            raise InvalidRequestError(f"n={max(p.n for p in params)} is more than max_num_seqs={most}")
         owner = object()
         results: list[list[Stream] | Completion] = []
         with self._door.enter():
             self._wake()
-            try:
+            with _Call(owner, self._abort_owned, self._orphans.append):
                 for which, (item, wanted) in enumerate(zip(items, params, strict=True)):
                     began = time.perf_counter()
                     num_tokens = 0
@@ -268,8 +271,6 @@ class Engine:
                     else:
                         results.append(record.streams)
                 self._run(owner, sum(p.n for p in params), progress)
-            finally:
-                self._abort_owned(owner)
         done: list[Completion] = []
         for entry in results:
             if isinstance(entry, Completion):
@@ -447,6 +448,14 @@ class Engine:
         if not self._desk.streams:
             self._plug.require_servable(self._given_model)
             self._circumstances = self._plug.circumstances()
+            if self._plug.attention() != self._attention:
+                self._read_model()
+
+    def _read_model(self) -> None:
+        """Find out how to run the model: how it computes attention is asked once, and again if that is changed."""
+        self._attention = self._plug.attention()
+        self._runner = ModelRunner(self._given_model, self._cache.store, self._wanted_attention)
+        self._executor = Executor(self._cache.store, self._tier, self._runner, self._sampler)
 
     def _rest(self) -> None:
         if not self._desk.streams:
@@ -486,6 +495,10 @@ class Engine:
             )
         elif rid in self._desk.records:
             raise InvalidRequestError(f"a request named {rid!r} is not finished yet: choose another rid")
+        if sampling.n > self._scheduler.config.max_num_seqs:
+            raise InvalidRequestError(
+                f"n={sampling.n} is more than max_num_seqs={self._scheduler.config.max_num_seqs}"
+            )
         samplers = [self._sampler.start(sampling, tokens, i) for i in range(sampling.n)]
         key = self._plug.key_under(self._circumstances, namespace, len(tokens))
         room = self._longest - len(tokens)
@@ -547,6 +560,8 @@ class Engine:
             self._cache.register_key(record.namespace, key)
             return key
 
+        if self._plug.attention() != self._attention:
+            self._read_model()
         with self._cache.lock:
             self._scheduler.restart(key_of)
         self._circumstances = now
@@ -594,6 +609,28 @@ class Engine:
         computed = step.num_tokens - step.num_decodes
         if self._cache.layout.device.type == "cpu" and computed > 8 * step.num_decodes:
             self._cache.recorder.record_prefill(computed, seconds)
+
+
+class _Call:
+    """Aborts what a `generate` call has added, however it ends."""
+
+    def __init__(
+        self, owner: object, abort: Callable[[object], None], abandon: Callable[[object], None]
+    ) -> None:
+        self._owner, self._abort, self._abandon = owner, abort, abandon
+        self._ended = False
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, *_: object) -> None:
+        with InterruptsHeld():
+            self._abort(self._owner)
+            self._ended = True
+
+    def __del__(self) -> None:
+        if not self._ended:  # Ctrl-C ended `__exit__` before its first line
+            self._abandon(self._owner)
 
 
 def _swap_cost(model: torch.nn.Module) -> float:

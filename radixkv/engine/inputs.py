@@ -56,6 +56,9 @@ def _rows_of(encoded: Mapping[str, Any]) -> list[Any]:
             f"a mapping of prompts needs input_ids, as a tokenizer returns them, got {sorted(map(str, encoded))}"
         )
     ids, masks = encoded["input_ids"], encoded.get("attention_mask")
+    for name, value in (("input_ids", ids), ("attention_mask", masks)):
+        if (value is not None and not hasattr(value, "__len__")) or (name == "input_ids" and value is None):
+            raise InvalidRequestError(f"{name} must be rows of integers, got {type(value).__name__}")
     if len(ids) and np.ndim(ids[0]) == 0:
         ids, masks = [ids], None if masks is None else [masks]
     if masks is None:
@@ -64,7 +67,7 @@ def _rows_of(encoded: Mapping[str, Any]) -> list[Any]:
         raise InvalidRequestError(f"{len(ids)} rows of input_ids, but {len(masks)} of attention_mask")
     rows = []
     for row, mask in zip(ids, masks, strict=True):
-        tokens, kept = to_int64(row), to_int64(mask)
+        tokens, kept = to_int64(row), _as_mask(mask)
         if len(tokens) != len(kept) or ((kept != 0) & (kept != 1)).any():
             raise InvalidRequestError("an attention_mask row holds one 0 or 1 for each of its input_ids")
         where = np.flatnonzero(kept)
@@ -72,6 +75,14 @@ def _rows_of(encoded: Mapping[str, Any]) -> list[Any]:
             raise InvalidRequestError("an attention_mask may be 0 on padding only, not between tokens")
         rows.append(tokens[kept == 1])
     return rows
+
+
+def _as_mask(mask: Any) -> npt.NDArray[np.int64]:
+    """One row of an attention mask: integers, or what stands for them."""
+    array = np.asarray(mask.detach().cpu()) if isinstance(mask, torch.Tensor) else np.asarray(mask)
+    if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
+        raise InvalidRequestError("an attention_mask row holds one 0 or 1 for each of its input_ids")
+    return array.astype(np.int64)
 
 
 def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -106,7 +117,7 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> npt.NDArray[np.i
         ids = prompt
         if isinstance(ids, (torch.Tensor, np.ndarray)) and ids.ndim == 2 and ids.shape[0] == 1:
             ids = ids[0]
-        if ids is None or isinstance(ids, (bytes, bytearray, Mapping, float)):
+        if ids is None or isinstance(ids, (bytes, bytearray, Mapping, float, set, frozenset)):
             raise InvalidRequestError(f"a prompt is a text, token ids or a chat, got {type(ids).__name__}")
     tokens = to_int64(ids)
     if not len(tokens):

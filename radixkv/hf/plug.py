@@ -561,6 +561,10 @@ class HFPlug:
         """What KV depends on beside tokens and namespace, as of now: weights, adapters, patches, autocast."""
         return self._watch.state(), self._autocast()
 
+    def attention(self) -> tuple[Any, ...]:
+        """How attention is computed, as of now; a change of it is one of circumstances, too."""
+        return self._watch.attention()
+
     def rest(self) -> None:
         """Let go of views into the weights until `circumstances` is asked for again."""
         if not self._users:

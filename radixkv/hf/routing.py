@@ -26,7 +26,7 @@ from radixkv.cache.locking import InterruptsHeld
 from radixkv.core.errors import UnsupportedModelError
 from radixkv.hf.support import base_of
 
-__all__ = ["AttentionCall", "Diversion", "Routing", "attention_configs", "plain_mask"]
+__all__ = ["AttentionCall", "Diversion", "Routing", "attention_configs", "attention_name", "plain_mask"]
 
 _PREFIX = "radixkv_paged_"
 
@@ -120,6 +120,12 @@ def plain_attention(original: str, module: Any) -> Any:
 
 
 # -- putting the name into configs ----------------------------------------------------------------------------
+
+
+def attention_name(config: Any) -> Any:
+    """The attention implementation that a config names, also while a forward diverts it."""
+    name = getattr(config, "_attn_implementation", None)
+    return name.removeprefix(_PREFIX) if isinstance(name, str) else name
 
 
 def attention_configs(model: Any) -> tuple[Any, ...]:

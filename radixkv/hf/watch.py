@@ -17,6 +17,8 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from radixkv.hf.routing import attention_configs, attention_name
+
 __all__ = ["ModelWatch", "State"]
 
 State = tuple[int, bytes, int]
@@ -113,6 +115,8 @@ class ModelWatch:
 
     def _read(self) -> None:
         self._modules = list(self._model.modules())
+        self._attentions = [module for module in self._modules if "layer_idx" in module.__dict__]
+        self._configs = attention_configs(self._model)
         tensors: dict[int, torch.Tensor] = {}
         for module in self._modules:
             skipped = () if self._derived_buffers else module._non_persistent_buffers_set
@@ -139,13 +143,21 @@ class ModelWatch:
             seen.extend(map(id, module._parameters.values()))
             if self._derived_buffers:
                 seen.extend(map(id, module._buffers.values()))
-            if "layer_idx" in module.__dict__:  # attention: its scale, window, caps, ... are plain attributes
-                seen.extend(
-                    value
-                    for name, value in module.__dict__.items()
-                    if type(value) in (int, float) and name != "training"
-                )
+        seen.extend(self.attention())
         return seen
+
+    def attention(self) -> tuple[Any, ...]:
+        """How attention is computed, as far as configs and plain attributes say: implementation, windows, scales."""
+        seen: list[Any] = []
+        for config in self._configs:
+            seen += [attention_name(config), getattr(config, "sliding_window", None)]
+        for module in self._attentions:
+            seen.extend(
+                value
+                for name, value in module.__dict__.items()
+                if type(value) in (int, float, bool, str) and name != "training"
+            )
+        return tuple(seen)
 
     def _versions(self) -> list[int]:
         return [t._version for t in self._versioned] + [_address(t) for t in self._tensors]

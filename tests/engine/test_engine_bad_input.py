@@ -45,6 +45,7 @@ BAD_PROMPTS = [
     ([{"role": "user", "content": "hi"}], "tokenizer"),
     (None, "NoneType"),
     (b"bytes", "bytes"),
+    ({5, 6}, "set"),
     ([[1, 2], [3, 4]], "integers|one-dimensional"),
     (list(range(3, 60)) * 10, "512"),
 ]
@@ -242,10 +243,19 @@ def test_prompts_in_all_their_shapes(model: Any) -> None:
             "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
         },
         {"input_ids": torch.tensor([[*ids, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])},
+        {
+            "input_ids": torch.tensor([[0, *ids]]),
+            "attention_mask": torch.tensor([[False, True, True, True, True]]),
+        },
+        {"input_ids": [[0, *ids]], "attention_mask": [[0.0, 1.0, 1.0, 1.0, 1.0]]},
     ]
     for shape in shapes:
         assert tokens_of(engine.generate(shape, params(3))) == expected, shape
-    for bad in (5, None, b"x", {"ids": [1]}, {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}):
+    bad_ones: list[Any] = [5, None, b"x", {"ids": [1]}, {"input_ids": 5}, {"input_ids": None}]
+    bad_ones += [
+        {"input_ids": [[1, 2, 3]], "attention_mask": mask} for mask in (5, [[1, 0, 1]], [[1, 2, 1]], [[1]])
+    ]
+    for bad in bad_ones:
         with pytest.raises(InvalidRequestError):
             engine.generate(bad, params(3))
     balanced(engine)

@@ -27,9 +27,12 @@ from engine_testkit import (
     twin,
 )
 from hf_testkit import snapshot
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from radixkv import Engine
-from radixkv.errors import OutOfBlocksError
+from radixkv.errors import InvalidRequestError, OutOfBlocksError
 
 
 class Boom(RuntimeError):
@@ -430,3 +433,76 @@ def test_a_pin_that_leaves_no_room_says_so() -> None:
     assert isinstance(out.error, OutOfBlocksError)
     drained(engine)
     assert engine.generate([prompt(30, 5)[0]], params(2))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["between calls", "while it runs"])
+def test_another_attention_implementation_is_noticed(late: bool) -> None:
+    def sharper(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling * 3, **kwargs)
+
+    AttentionInterface.register("sharper", sharper)
+    AttentionMaskInterface.register("sharper", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = tiny("llama_gqa")
+    ids = prompt(21)[0].tolist()
+    engine = make_engine(model)
+    before = alone(twin(model), ids, 8)
+    assert tokens_of(engine.generate([ids], params(8))) == [before]
+    tokens: list[int] = []
+    if late:
+        engine.add_request(ids, params(8))
+        for _ in range(3):
+            tokens += [out.token_id for out in engine.step() if out.token_id is not None]
+    model.set_attn_implementation("sharper")
+    reference = twin(model)
+    expected = tokens + alone(reference, ids + tokens, 8 - len(tokens))
+    assert expected != before, "this implementation changes nothing"
+    if late:
+        while engine.has_unfinished:
+            tokens += [out.token_id for out in engine.step() if out.token_id is not None]
+    else:
+        ((tokens),) = tokens_of(engine.generate([ids], params(8)))
+    assert tokens == expected
+    with engine.cache.attached(model):
+        assert alone(model, ids, 8) == alone(reference, ids, 8)
+    assert tokens_of(make_engine(model, cache=engine.cache).generate([ids], params(8))) == [
+        alone(reference, ids, 8)
+    ]
+    model.set_attn_implementation("sdpa")
+    assert tokens_of(engine.generate([ids], params(8))) == [before]
+    drained(engine)
+
+
+def test_a_fork_that_fails_leaves_no_ghost() -> None:
+    model = tiny("llama_gqa")
+    engine = make_engine(model)
+
+    class Unforkable:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+        def fork(self) -> Any:
+            if forks:
+                raise Boom("cannot be forked")
+            forks.append(1)
+            return self
+
+    forks: list[int] = []
+    rid = engine.add_request(prompt(9)[0], params(6, logits_processors=[Unforkable()]), rid="r")
+    engine.step()
+    forks.append(1)
+    with pytest.raises(Exception, match="cannot be forked"):
+        engine.fork(rid)
+    while engine.has_unfinished:
+        engine.step()
+    drained(engine)
+    assert engine.add_request([5, 6], params(1), rid="r") == "r"
+
+
+def test_more_completions_than_can_run_are_refused_at_once() -> None:
+    engine = make_engine(tiny("llama_gqa"))
+    for call in (engine.generate, engine.add_request):
+        with pytest.raises(InvalidRequestError, match="max_num_seqs"):
+            call([5, 6], params(2, n=2**31 - 1))
+    drained(engine)

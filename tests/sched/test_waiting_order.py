@@ -151,7 +151,7 @@ def test_a_crowd_with_one_prefix_computes_it_once():
     # It had a look at many, but not at all of them, and none of those computes anything yet.
     assert step.admitted == requests[0].sequences
     parked = sum(request.sequences[0]._blocker is not None for request in requests)
-    assert parked == 1024
+    assert parked == 128
     caller.complete(step, *caller.sample(step, caller.forward(step)))
     caller.run()
     work = Counter(seq.request.arrival for seq, start, end in caller.computed for _ in range(start, end))

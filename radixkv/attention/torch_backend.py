@@ -118,6 +118,8 @@ class TorchBackend:
     ) -> Tensor:
         if not bound:
             return query.new_empty(0, spec.num_heads, spec.value_dim)
+        if query.stride(-1) != 1:  # the fused kernel takes it for granted
+            query = query.contiguous()
         kernel = FlashLayer if self._fused and flash_can_run(spec, query.device) else MathLayer
         layer: LayerKernel = kernel(spec, query, keys, values)
         out, lse = _together(bound[0], [_attend(layer, call) for call in bound[0].calls])

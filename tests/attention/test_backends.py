@@ -202,6 +202,16 @@ def test_strided_queries_and_pools():
         torch.testing.assert_close(run(TorchBackend(costs=costs, fused=fused), scene), expected)
 
 
+@pytest.mark.parametrize("what", ["query", "keys", "values"])
+def test_elements_that_do_not_lie_side_by_side(what):
+    scene = make_scene(plain_spec(), levels(5, 3, own=2), dtype=torch.float32)
+    expected = run(ReferenceBackend(), scene)
+    setattr(scene, what, getattr(scene, what).repeat_interleave(2, dim=-1)[..., ::2])
+    assert getattr(scene, what).stride(-1) == 2
+    for costs, fused in itertools.product(COSTS, (True, False)):
+        torch.testing.assert_close(run(TorchBackend(costs=costs, fused=fused), scene), expected)
+
+
 @pytest.mark.parametrize("permute", [True, False])
 def test_offsets_beyond_32_bits(permute):
     # FC-47. Memory that nobody touches costs nothing: 20 blocks of a pool of over 2**32 elements are used.

@@ -118,8 +118,14 @@ class TorchBackend:
     ) -> Tensor:
         if not bound:
             return query.new_empty(0, spec.num_heads, spec.value_dim)
-        if query.stride(-1) != 1:  # the fused kernel takes it for granted
+        # The fused kernel takes for granted that the elements of a head lie side by side.
+        if query.stride(-1) != 1:
             query = query.contiguous()
+        if keys.stride(-1) != 1 or values.stride(-1) != 1:
+            raise InvalidRequestError(
+                f"the elements of a head must lie side by side in the pool, got strides {keys.stride()} for keys and "
+                f"{values.stride()} for values"
+            )
         kernel = FlashLayer if self._fused and flash_can_run(spec, query.device) else MathLayer
         layer: LayerKernel = kernel(spec, query, keys, values)
         out, lse = _together(bound[0], [_attend(layer, call) for call in bound[0].calls])

@@ -202,14 +202,25 @@ def test_strided_queries_and_pools():
         torch.testing.assert_close(run(TorchBackend(costs=costs, fused=fused), scene), expected)
 
 
-@pytest.mark.parametrize("what", ["query", "keys", "values"])
-def test_elements_that_do_not_lie_side_by_side(what):
+def apart(tensor):
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def test_elements_that_do_not_lie_side_by_side():
     scene = make_scene(plain_spec(), levels(5, 3, own=2), dtype=torch.float32)
     expected = run(ReferenceBackend(), scene)
-    setattr(scene, what, getattr(scene, what).repeat_interleave(2, dim=-1)[..., ::2])
-    assert getattr(scene, what).stride(-1) == 2
+    scene.query = apart(scene.query)
+    assert scene.query.stride(-1) == 2
     for costs, fused in itertools.product(COSTS, (True, False)):
         torch.testing.assert_close(run(TorchBackend(costs=costs, fused=fused), scene), expected)
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_a_pool_whose_elements_do_not_lie_side_by_side_is_refused(what):
+    scene = make_scene(plain_spec(), levels(5, 3, own=2), dtype=torch.float32)
+    setattr(scene, what, apart(getattr(scene, what)))
+    with pytest.raises(InvalidRequestError, match="side by side"):
+        run(TorchBackend(), scene)
 
 
 @pytest.mark.parametrize("permute", [True, False])

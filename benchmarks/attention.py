@@ -4,7 +4,11 @@ The baseline is what transformers does in each layer of a padded batch: append t
 with `torch.cat` (sliding layers then keep their last window only), repeat KV heads where its SDPA path does, and call
 `scaled_dot_product_attention` with a mask where one is needed. Its masks are made beforehand, once. Ours writes the
 new keys and values to the pool, plans the step and runs the layers. One figure is one step over all layers given in
-the header; the outputs are compared before anything is timed. No model: nothing but attention is measured.
+the header; the outputs are compared before anything is timed. No model: nothing but attention is measured. Steps are
+planned anew each time.
+
+The last rows are the planning alone of decode steps that follow one another, for one layer of each kind: a plan that
+is kept and grows, against a plan from nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from radixkv.attention import AttentionBatch, AttentionSpec, TorchBackend
 
 BLOCK = 16
+NOTHING = AttentionBatch(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32), BLOCK)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Ours:
     def __call__(self) -> list[torch.Tensor]:
         outs = []
         with torch.inference_mode():
+            # A step between, so that the backend does not keep the plan of the last round.
+            self.backend.plan(NOTHING, self.kinds)
             self.backend.plan(self.batch, self.kinds)
             for spec, pool, new, query in zip(self.specs, self.pools, self.new, self.queries, strict=True):
                 for one, rows in zip(pool, new, strict=True):
@@ -215,6 +222,45 @@ def steps(tiny: bool) -> list[Step]:
     return made
 
 
+class Planning:
+    """Decode steps one after the other, each context one token longer than in the last."""
+
+    def __init__(self, shape: Shape, shared: int, own: int, sequences: int, kept: bool) -> None:
+        self.kinds, self.kept, self.number = set(shape.specs()), kept, 0
+        self.backend = TorchBackend()
+        self.starts = np.arange(sequences + 1, dtype=np.int32)
+        self.contexts = shared + own + self.starts[:-1] % BLOCK
+        leading = shared // BLOCK
+        numbers = np.arange(sequences * (own // BLOCK + 64), dtype=np.int32) + leading
+        prompts, later = np.split(numbers, [sequences * (own // BLOCK)])
+        self.tables = np.concatenate(
+            [
+                np.broadcast_to(np.arange(leading, dtype=np.int32), (sequences, leading)),
+                prompts.reshape(sequences, -1),
+                later.reshape(-1, sequences).T,  # blocks of generated tokens come in turn
+            ],
+            axis=1,
+        )
+
+    def __call__(self) -> None:
+        self.number += 1
+        contexts = self.contexts + np.int32(self.number)
+        if not self.kept:
+            self.backend.plan(NOTHING, self.kinds)
+        batch = AttentionBatch(self.starts, contexts, self.tables, BLOCK, len(contexts))
+        self.backend.plan(batch, self.kinds)
+
+
+def compare_planning(args: Any, report: Report, shape: Shape) -> None:
+    for sequences, (shared, own) in itertools.product((8, 64, 256), ((512, 32), (0, 544))):
+        name = f"{shape.name}: plan {sequences} decodes, {shared} shared + {own}.."
+        if args.only and args.only not in name:
+            continue
+        anew, kept = (Planning(shape, shared, own, sequences, keep) for keep in (False, True))
+        times = in_turn(4 * args.rounds, lambda _, a=anew, k=kept: {"anew": a, "kept": k}, lambda _: None)
+        report.add(name, "plan anew", pairs(times, "anew", "kept"), "< 0.4 ms")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser((__doc__ or "").split("\n")[0], rounds=9)
     made.add_argument("--only", metavar="WORD", help="only cases whose name holds this")
@@ -236,6 +282,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for step in steps(args.tiny):
             if not args.only or args.only in f"{shape.name}: {step.name}":
                 compare(args, report, shape, step)
+    if not report.rows:
+        made.error(f"no case has {args.only!r} in its name")
+    compare_planning(args, report, shapes[0])
     report.finish()
 
 

@@ -177,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--longest", type=int, default=4096, help="longest sequence of the first part")
     made.add_argument("--max-batched-tokens", type=int, default=2048)
     args = start(made, argv)
+    if args.longest < 32 or args.max_batched_tokens < 1:
+        made.error("--longest must be at least 32, --max-batched-tokens at least 1")
     report = Report("preemption", args, {"block_size": BLOCK})
     makers = {
         "gemma": ("Gemma 3 270M", gemma, (4, 256, 40)),

@@ -167,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--json", metavar="FILE", help="also write everything to this file")
     made.add_argument("--tiny", action="store_true", help="few requests: tries the script only")
     args = made.parse_args(argv)
+    if not 0 <= args.sigma < 10 or min(args.requests, args.slots, args.max_len) < 1:
+        made.error("--sigma must lie in 0..10, --requests, --slots and --max-len must be at least 1")
     if args.requests < 1 or args.slots < args.max_len:
         made.error("--requests must be at least 1, and --slots hold the longest sequence")
     if args.tiny:

@@ -1,33 +1,29 @@
-"""What `model.generate()` itself would do to the scores of a request, and where it would stop.
-
-`generate()` merges its arguments with the model's `generation_config`, checks them, and makes lists of processors
-and criteria out of them, in ways that differ from version to version. It is asked to do all that and then to run,
-instead of its own loop, a function that takes the lists and returns: its `custom_generate` argument, public since
-transformers 4.56. No forward runs, and what a model class overrides is asked too.
-"""
+"""What `model.generate()` itself would do to the scores of a request, and where it would stop."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
-from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from radixkv.core.errors import InvalidRequestError
-from radixkv.engine.processors import OutputPenalty, forked, is_shareable
+from radixkv.engine.asking import GenerateAsker, vocabulary_of
+from radixkv.engine.processors import OutputPenalty, forked
+from radixkv.engine.recipe import Asked, Recipe
 from radixkv.engine.sampling_params import SamplingParams
 
-__all__ = ["GenerateSettings", "Lists", "vocabulary_of"]
+__all__ = ["GenerateSettings", "Lists"]
 
 _UNSET: Any = object()
+_NO_END = 2**31 - 1  # new tokens of a sequence that may be as long as it gets
+_LONGER, _MORE = 3, 1000  # so much prompt and new tokens differ where it is asked a second time
+_REMEMBERED = 1024
+_BASIC = frozenset((type(None), bool, int, float, str, list, tuple, dict))
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,46 @@ class Lists:
     given: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class _Own:
+    """The user's objects for one sequence, and the penalties on its output."""
+
+    processors: list[Any]
+    criteria: list[Any]
+    given: frozenset[int]
+
+    @classmethod
+    def of(cls, params: SamplingParams, prompt_len: int) -> _Own:
+        processors = [forked(processor) for processor in params.logits_processors]
+        criteria = [forked(criterion) for criterion in params.stopping_criteria]
+        given = frozenset(map(id, (*processors, *criteria)))
+        if params.presence_penalty or params.frequency_penalty:
+            penalty = OutputPenalty(params.presence_penalty, params.frequency_penalty, prompt_len)
+            processors.insert(0, penalty)
+        return cls(processors, criteria, given)
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.processors, *self.criteria]
+
+
+class _Known:
+    """What was found out about some settings: lists for any further sequence."""
+
+    def __init__(self, recipe: Recipe, stop_ids: frozenset[int], stop_strings: tuple[str, ...]) -> None:
+        self._recipe = recipe
+        self._stops = stop_ids, stop_strings
+        self._fixed = self._made(_Own([], [], frozenset()), 0, 0) if recipe.constant else None
+
+    def lists(self, own: _Own, prompt_len: int, max_new_tokens: int) -> Lists:
+        return self._fixed if self._fixed is not None else self._made(own, prompt_len, max_new_tokens)
+
+    def _made(self, own: _Own, prompt_len: int, max_new_tokens: int) -> Lists:
+        return Lists(*self._recipe.make(own.all, prompt_len, max_new_tokens), *self._stops, own.given)
+
+
 class GenerateSettings:
-    """Asks a model's `generate()` how it would sample a request, and remembers the answer where it may.
+    """How a model's `generate()` would sample requests, asked once for settings that are new.
 
     Args:
         model: A model of transformers. One without `generate()` gets the settings of `SamplingParams` and its
@@ -59,62 +93,52 @@ class GenerateSettings:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._device = _device_of(model)
+        self._asker = GenerateAsker(model)
+        self._vocab_size = vocabulary_of(model)
         self._config_seen: Any = _UNSET
-        self._known: dict[Any, Lists] = {}
-        self._can_ask = callable(getattr(model, "generate", None))
-        self._warned = False
+        self._known: dict[Any, _Known] = {}
+        self._last: tuple[Any, npt.NDArray[np.int64], _Known] | None = None
 
     @property
     def config(self) -> Any:
         """The model's `generation_config`, or None."""
-        return getattr(self._model, "generation_config", None)
+        return self._asker.config
 
-    def lists(self, params: SamplingParams, prompt: npt.NDArray[np.int64]) -> Lists:
+    def lists(self, params: SamplingParams, prompt: npt.NDArray[np.int64], index: int = 0) -> Lists:
         """What applies to one new sequence.
 
+        Where `generate()` answers with something that is not understood, it is asked again for every request, but not
+        for every sequence of it.
+
+        Args:
+            params: The request's.
+            prompt: `[length]` int64 ids.
+            index: Which of the sequences of the request.
+
         Raises:
-            InvalidRequestError: `generate()` refuses these settings, or the model's own config asks for something that
-                the engine does not do.
+            InvalidRequestError: `generate()` refuses these settings, they name tokens that do not exist, or the model's
+                own config asks for something that the engine does not do.
         """
         self._notice_changes()
-        key = (
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.stop_token_ids,
-            params.stop,
-            params.ignore_eos,
-        )
-        penalised = bool(params.presence_penalty or params.frequency_penalty)
-        plain = not (
-            penalised or params.logits_processors or params.stopping_criteria or params.min_new_tokens
-        )
-        if plain and key in self._known:
-            return self._known[key]
-        self._refuse_unsupported()
-        mine: list[Any] = [forked(processor) for processor in params.logits_processors]
-        criteria: list[Any] = [forked(criterion) for criterion in params.stopping_criteria]
-        given = frozenset(id(item) for item in (*mine, *criteria))
-        if penalised:
-            mine.insert(0, OutputPenalty(params.presence_penalty, params.frequency_penalty, len(prompt)))
-        stop_ids = self._stop_ids(params)
-        asked = self._ask(params, prompt, stop_ids, mine, criteria) if self._can_ask else None
-        if asked is None:
-            asked = self._guess(params, prompt, stop_ids, mine), criteria
-        lists = self._sort_out(params, asked, stop_ids, criteria, given)
-        if plain and all(map(is_shareable, lists.processors)) and not lists.criteria:
-            if len(self._known) >= 1024:
-                self._known.clear()
-            self._known[key] = lists
-        return lists
+        own = _Own.of(params, len(prompt))
+        key = self._key(params, len(prompt), own)
+        max_new_tokens = params.max_new_tokens or _NO_END
+        known = self._known.get(key)
+        if known is None and index and self._last is not None:
+            last_key, last_prompt, last_known = self._last
+            if key == last_key and np.array_equal(prompt, last_prompt):
+                known = last_known
+        if known is not None:
+            return known.lists(own, len(prompt), max_new_tokens)
+        return self._find(params, prompt, max_new_tokens, own, key)
 
     def _notice_changes(self) -> None:
         """Forget what was known if somebody changed the model's `generation_config`."""
         config = self.config
-        now = None if config is None else vars(config)
+        now = {} if config is None else dict(vars(config))
+        for name, value in now.items():
+            if type(value) not in _BASIC and hasattr(value, "to_dict"):
+                now[name] = value.to_dict()  # the object itself may be equal to one of other contents
         try:
             if self._config_seen is not _UNSET and bool(now == self._config_seen):
                 return
@@ -122,191 +146,85 @@ class GenerateSettings:
             pass
         self._config_seen = copy.deepcopy(now)
         self._known.clear()
+        self._last = None
 
-    def _refuse_unsupported(self) -> None:
-        scale = getattr(self.config, "guidance_scale", None)
-        if scale not in (None, 1, 1.0):
-            raise InvalidRequestError(
-                f"the model's generation_config has guidance_scale={scale}, which runs the model a second time for "
-                "each token; the engine does not: set model.generation_config.guidance_scale = None"
-            )
-        beams = getattr(self.config, "num_beams", None) or 1
-        if beams > 1 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the model's generation_config asks for beam search (num_beams={beams}); the engine has none and "
-                "samples one sequence: set model.generation_config.num_beams = 1 to say so",
-                stacklevel=2,
-            )
+    @staticmethod
+    def _key(params: SamplingParams, prompt_len: int, own: _Own) -> Any:
+        """Equal where `generate()` gives the same answer, but for lengths."""
+        key: tuple[Any, ...] = (
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.min_new_tokens,
+            params.logit_bias,
+            params.allowed_token_ids,
+            params.bad_words_ids,
+            params.stop_token_ids,
+            params.stop,
+            params.ignore_eos,
+            prompt_len == 1,  # with such a prompt, some processors count from elsewhere
+        )
+        if not own.processors and not own.criteria:
+            return key
+        # Of the user's objects, generate() looks at the type, and leaves out what is equal to another.
+        for items in (own.processors, own.criteria):
+            key += (tuple(map(type, items)), tuple(map(items.index, items)))
+        return key
 
-    def _stop_ids(self, params: SamplingParams) -> list[int] | None:
-        """The ids that `generate()` is to take for the end of a sequence; None for none."""
-        own = getattr(self.config, "eos_token_id", None)
-        if self.config is None:
-            own = getattr(getattr(self._model, "config", None), "eos_token_id", None)
-        found = [] if params.ignore_eos or own is None else _as_list(own)
-        found += [token for token in params.stop_token_ids if token not in found]
-        return found or None
-
-    def _ask(
+    def _find(
         self,
         params: SamplingParams,
         prompt: npt.NDArray[np.int64],
-        stop_ids: list[int] | None,
-        processors: list[Any],
-        criteria: list[Any],
-    ) -> tuple[list[Any], list[Any]] | None:
-        """The lists that `generate()` makes, or None if it does not give them away."""
-        config = self.config
-        sampling = not params.greedy
-        ids = torch.from_numpy(prompt.copy()).to(self._device)[None]
-        settings: dict[str, Any] = {
-            "do_sample": sampling,
-            # These have no meaning for greedy, and at their defaults generate() does not warn of that.
-            "temperature": params.temperature if sampling else 1.0,
-            "top_k": params.top_k if sampling else 50,
-            "top_p": params.top_p if sampling else 1.0,
-            "min_p": params.min_p if sampling and params.min_p > 0 else None,
-            "num_beams": 1,
-            "num_return_sequences": 1,
-            "eos_token_id": stop_ids,
-            "stop_strings": None,
-            # Lengths as `max_length` and `min_length`: if the model's config has these, generate() would say with each
-            # call that they are not used.
-            "max_new_tokens": None,
-            "max_length": len(prompt) + params.max_new_tokens,
-            "use_cache": False,  # or it would allocate one
-            "cache_implementation": None,
-        }
-        if getattr(config, "pad_token_id", None) is None and stop_ids:
-            settings["pad_token_id"] = stop_ids[0]
-        if params.repetition_penalty != 1.0:
-            settings["repetition_penalty"] = params.repetition_penalty
-        if params.min_new_tokens:
-            settings |= {"min_new_tokens": None, "min_length": len(prompt) + params.min_new_tokens}
-        if stop_ids is None:
-            settings["exponential_decay_length_penalty"] = None  # it is about these ids
-        taken: list[tuple[Tensor, list[Any], list[Any]]] = []
-
-        def take(
-            model: Any,
-            input_ids: Any,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            **_: Any,
-        ) -> Any:
-            taken.append((input_ids, list(logits_processor), list(stopping_criteria)))
-            return input_ids
-
-        try:
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                logits_processor=logits_process.LogitsProcessorList(processors),
-                stopping_criteria=criteria,
-                custom_generate=take,
-                **settings,
-            )
-        except Exception as error:
-            raise InvalidRequestError(f"model.generate() refuses these settings: {error}") from error
-        if not taken:
-            self._can_ask = False
-            warnings.warn(
-                "model.generate() no longer tells how it would sample, so that of the model's generation_config only "
-                "the end-of-sequence ids apply",
-                stacklevel=2,
-            )
-            return None
-        input_ids, found, criteria_found = taken[0]
-        if input_ids.shape != ids.shape or not bool((input_ids.to(ids.device) == ids).all()):
-            raise InvalidRequestError(
-                "the model's generation_config makes generate() change the prompt (token_healing): the engine does "
-                "not; set model.generation_config.token_healing = False"
-            )
-        return found, criteria_found
-
-    def _guess(
-        self,
-        params: SamplingParams,
-        prompt: npt.NDArray[np.int64],
-        stop_ids: list[int] | None,
-        given: list[Any],
-    ) -> list[Any]:
-        """What `SamplingParams` says, in `generate()`'s order, for a model whose `generate()` cannot be asked."""
-        tf = logits_process
-        found: list[Any] = []
-        if params.repetition_penalty != 1.0:
-            found.append(tf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-        if params.min_new_tokens and stop_ids:
-            least = len(prompt) + params.min_new_tokens
-            found.append(tf.MinLengthLogitsProcessor(least, stop_ids, device=str(self._device)))
-        found += given
-        if not params.greedy:
-            if params.temperature != 1.0:
-                found.append(tf.TemperatureLogitsWarper(params.temperature))
-            if params.top_k:
-                found.append(tf.TopKLogitsWarper(params.top_k))
-            if params.top_p < 1.0:
-                found.append(tf.TopPLogitsWarper(params.top_p))
-            if params.min_p:
-                found.append(tf.MinPLogitsWarper(params.min_p))
-        return found
-
-    def _sort_out(
-        self,
-        params: SamplingParams,
-        asked: tuple[list[Any], list[Any]],
-        stop_ids: list[int] | None,
-        given_criteria: list[Any],
-        given: frozenset[int],
+        max_new_tokens: int,
+        own: _Own,
+        key: Any,
     ) -> Lists:
-        processors, criteria = asked
-        ends = frozenset(stop_ids or ())
-        if any(type(criterion) is EosTokenCriteria for criterion in given_criteria):
-            ends = frozenset(
-                params.stop_token_ids
-            )  # as in generate(), the user's own takes the place of the model's
-        kept = [c for c in criteria if id(c) in given or type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-        own_strings = getattr(self.config, "stop_strings", None) or ()
-        if isinstance(own_strings, str):
-            own_strings = (own_strings,)
-        strings = tuple(dict.fromkeys((*own_strings, *params.stop)))
-        return Lists(tuple(processors), tuple(kept), ends, strings, given)
+        """Ask, and remember what may be remembered."""
+        self._refuse_unknown_ids(params)
+        stops = self._stops(params, own.criteria)
+        asked = self._asker.ask(params, prompt, max_new_tokens, own.processors, own.criteria)
+        other: Asked | None = None
+        if asked.knows_lengths:
+            longer = prompt if len(prompt) == 1 else np.resize(prompt, len(prompt) + _LONGER)
+            more = max_new_tokens + _MORE
+            other = self._asker.ask(params, longer, more, own.processors, own.criteria)
+        recipe = Recipe.portable(asked, other, own.all, self._model)
+        if recipe is not None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            known = self._known[key] = _Known(recipe, *stops)
+            return known.lists(own, len(prompt), max_new_tokens)
+        self._last = None
+        recipe = Recipe.for_request(asked, own.all, self._model) if params.n > 1 else None
+        if recipe is not None:
+            self._last = key, prompt.copy(), _Known(recipe, *stops)
+        return Lists(tuple(asked.processors), tuple(asked.criteria), *stops, own.given)
 
+    def _refuse_unknown_ids(self, params: SamplingParams) -> None:
+        size = self._vocab_size
+        if size is None:
+            return
+        named: dict[str, Iterable[int]] = {
+            "logit_bias": dict(params.logit_bias or ()),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_ids": [token for row in params.bad_words_ids or () for token in row],
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for name, ids in named.items():
+            beyond = [token for token in ids if token >= size]
+            if beyond:
+                raise InvalidRequestError(
+                    f"{name} {beyond} do not exist: the vocabulary has {size} tokens, from 0 to {size - 1}"
+                )
 
-def _as_list(ids: Any) -> list[int]:
-    if isinstance(ids, Tensor):
-        ids = ids.tolist()
-    return [int(ids)] if isinstance(ids, int) else [int(token) for token in ids]
-
-
-def _head_of(model: Any) -> Any:
-    """The weight that makes its logits, `[vocabulary, hidden]`, or None."""
-    find: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
-    try:
-        return getattr(find() if find is not None else None, "weight", None)
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def vocabulary_of(model: Any) -> int | None:
-    """How many tokens its logits tell apart, or None if it does not say."""
-    head = _head_of(model)
-    if head is not None and len(head.shape) == 2 and head.is_floating_point():
-        return int(head.shape[0])
-    config = getattr(model, "config", None)
-    find = getattr(config, "get_text_config", None)
-    size = getattr(find() if callable(find) else config, "vocab_size", None)
-    return size if isinstance(size, int) else None
-
-
-def _device_of(model: Any) -> torch.device:
-    """Where its logits come out."""
-    weight = _head_of(model)
-    if weight is None and hasattr(model, "parameters"):
-        weight = next(iter(model.parameters()), None)
-    if weight is None or weight.device.type == "meta":  # nothing known, or offloaded
-        return torch.device("cpu")
-    device: torch.device = weight.device
-    return device
+    def _stops(self, params: SamplingParams, criteria: list[Any]) -> tuple[frozenset[int], tuple[str, ...]]:
+        """Ids and strings that end a sequence."""
+        ids: Iterable[int] = self._asker.stop_ids(params) or ()
+        if any(type(criterion) is EosTokenCriteria for criterion in criteria):
+            ids = params.stop_token_ids  # as in generate(), the user's own takes the place of the model's
+        strings = getattr(self.config, "stop_strings", None) or ()
+        if isinstance(strings, str):
+            strings = (strings,)
+        return frozenset(ids), tuple(dict.fromkeys((*strings, *params.stop)))

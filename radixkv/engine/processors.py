@@ -15,8 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-__all__ = ["OutputPenalty", "active_lengths", "depends_on_scores_only", "forked", "is_shareable", "signature"]
+__all__ = [
+    "OutputPenalty",
+    "active_lengths",
+    "depends_on_scores_only",
+    "forked",
+    "is_copyable",
+    "is_repeatable",
+    "is_shareable",
+    "knows_lengths",
+    "signature",
+]
 
 
 class OutputPenalty:
@@ -61,9 +72,13 @@ class OutputPenalty:
         length = input_ids.shape[1]
         if length < self._seen:
             self._forget()
-        for token in input_ids[0, self._seen : length].tolist():
-            self._count(token)
-        self._seen = max(length, self._seen)
+        try:
+            for token in input_ids[0, self._seen : length].tolist():
+                self._count(token)
+            self._seen = max(length, self._seen)
+        except BaseException:  # it may have been counted in part: count all again the next time
+            self._forget()
+            raise
         num = len(self._places)
         if not num:
             return scores
@@ -102,13 +117,31 @@ _SCORES_ONLY = _classes(
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
 )
-# They look at the ids, but no more: the same object may serve any sequence, of any prompt.
+# They look at the ids, but no more: the same object may serve any sequence, of any prompt. The function of a
+# `PrefixConstrainedLogitsProcessor` is one of ours; a watermark's generator is seeded anew for each token.
 _NO_STATE = _SCORES_ONLY | _classes(
     "RepetitionPenaltyLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
     "NoBadWordsLogitsProcessor",
     "SequenceBiasLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "EtaLogitsWarper",
+    "TopHLogitsWarper",
+    "WatermarkLogitsProcessor",
 )
+# They hold lengths of one prompt, and no state.
+_LENGTHS = _classes(
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+)
+# They hold a prompt, and no state.
+_PROMPT = _classes("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
+# They keep state, which a copy takes along, and know no prompt.
+_STATE = _classes("SynthIDTextWatermarkLogitsProcessor")
 
 
 def _lengths(
@@ -137,6 +170,24 @@ def depends_on_scores_only(processor: Any) -> bool:
 def is_shareable(processor: Any) -> bool:
     """Whether one object may serve several sequences, because it remembers nothing and knows no prompt."""
     return type(processor) in _NO_STATE
+
+
+def knows_lengths(processor: Any) -> bool:
+    """Whether numbers in it may be lengths of one prompt, while nothing else in it is of that prompt."""
+    return type(processor) in _LENGTHS
+
+
+def is_copyable(processor: Any) -> bool:
+    """Whether a copy of one that was not used yet may serve another sequence, of any prompt."""
+    return type(processor) in _STATE
+
+
+def is_repeatable(processor: Any) -> bool:
+    """Whether it does the same when it is called again with the same ids and scores."""
+    kind = type(processor)
+    return (
+        kind in _NO_STATE or kind in _LENGTHS or kind in _PROMPT or kind in (OutputPenalty, MaxTimeCriteria)
+    )
 
 
 def active_lengths(processor: Any) -> tuple[float, float]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from radixkv.core.errors import InvalidRequestError, RadixKVError
+from radixkv.engine.asking import vocabulary_of
 from radixkv.engine.draws import best, rows_at_once, sequence_seed
-from radixkv.engine.generate_settings import GenerateSettings, vocabulary_of
+from radixkv.engine.generate_settings import GenerateSettings
 from radixkv.engine.sampling_params import SamplingParams
 from radixkv.engine.sequence_sampler import SequenceSampler
 from radixkv.engine.stopping import StopStrings, says_stop
@@ -96,11 +97,13 @@ class Sampler:
             index: Which of the `n` sequences of its request.
 
         Raises:
-            InvalidRequestError: Stop ids or `logprobs` go beyond the vocabulary, stop strings have no tokenizer, or
+            InvalidRequestError: Token ids or `logprobs` go beyond the vocabulary, stop strings have no tokenizer, or
                 the model's `generate()` refuses the settings.
         """
-        self._check(params)
-        lists = self._settings.lists(params, prompt)
+        size = self._vocab_size
+        if size is not None and params.logprobs is not None and params.logprobs > size:
+            raise InvalidRequestError(f"logprobs is {params.logprobs}: the vocabulary has only {size} tokens")
+        lists = self._settings.lists(params, prompt, index)
         strings = None
         if lists.stop_strings:
             if self._tokenizer is None:
@@ -108,21 +111,9 @@ class Sampler:
                     f"stop strings {list(lists.stop_strings)!r} need a tokenizer to read the text: give the engine "
                     "one, or use stop_token_ids"
                 )
-            strings = StopStrings(self._tokenizer, lists.stop_strings, params.min_new_tokens)
+            strings = StopStrings(self._tokenizer, lists.stop_strings, params.min_new_tokens or 0)
         seed = None if params.greedy else sequence_seed(params.seed, index)
         return SequenceSampler(params, lists, index, len(prompt), seed, strings)
-
-    def _check(self, params: SamplingParams) -> None:
-        size = self._vocab_size
-        if size is None:
-            return
-        beyond = [token for token in params.stop_token_ids if token >= size]
-        if beyond:
-            raise InvalidRequestError(
-                f"stop_token_ids {beyond} do not exist: the vocabulary has {size} tokens, from 0 to {size - 1}"
-            )
-        if params.logprobs is not None and params.logprobs > size:
-            raise InvalidRequestError(f"logprobs is {params.logprobs}: the vocabulary has only {size} tokens")
 
     def fork(self, state: SequenceSampler) -> SequenceSampler:
         """The state of a sequence that goes on from where another is, with random numbers of its own.

@@ -89,8 +89,10 @@ class SequenceSampler:
         return () if self.strings is None else self.strings.strings
 
     def cut(self, text: str) -> str:
-        """The text of all new tokens, cut before the stop string that ended the sequence, if one did."""
-        return text if self.stop_match is None else self.stop_match.cut(text)
+        """The text of all new tokens, cut at the stop string that ended the sequence, if one did."""
+        if self.stop_match is None:
+            return text
+        return self.stop_match.cut(text, self.params.include_stop_str_in_output)
 
     def renew(self, treatments: Treatments) -> None:
         """Find out which processors do something at this length, and until when that holds."""

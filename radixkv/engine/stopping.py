@@ -30,12 +30,13 @@ class StopMatch:
     num_tokens: int
     text: str
 
-    def cut(self, text: str) -> str:
-        """A text of all new tokens, cut before the stop string."""
+    def cut(self, text: str, keep_string: bool = False) -> str:
+        """A text of all new tokens, cut before the stop string, or behind it if it is to be kept."""
+        kept = self.string if keep_string else ""
         if text.startswith(self.text):
-            return text[: len(self.text)]
+            return self.text + kept
         at = text.rfind(self.string)  # decoded by other rules, such as those that tidy spaces up
-        return self.text if at < 0 else text[:at]
+        return (self.text if at < 0 else text[:at]) + kept
 
 
 class StopStrings:

@@ -12,6 +12,8 @@ import torch
 from radixkv.engine.sampler import Sampler, SequenceSampler, TokenLogprobs
 from radixkv.engine.sampling_params import SamplingParams
 
+LONGEST = 30  # new tokens where a request says None
+
 
 @dataclass
 class Run:
@@ -105,7 +107,7 @@ def step(
         run.ids.append(int(sampled.token_ids[i]))
         run.logprobs.append(sampled.logprobs[i])
         run.reason = sampled.finished.get(i)
-        if run.reason is None and len(run.output) >= run.state.params.max_new_tokens:
+        if run.reason is None and len(run.output) >= (run.state.params.max_new_tokens or LONGEST):
             run.reason = "length"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,9 @@ import transformers
 from hf_testkit import EOS, FIRST, VOCAB, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_testkit import drive, generated, one, outputs
+from sampling_testkit import LONGEST, drive, generated, one, outputs
 
 from radixkv.core.errors import InvalidRequestError
-from radixkv.engine.generate_settings import GenerateSettings
 from radixkv.engine.processors import OutputPenalty
 from radixkv.engine.sampler import Sampler
 from radixkv.engine.sampling_params import SamplingParams
@@ -157,6 +157,130 @@ def test_a_setting_of_the_request_replaces_the_models(model: Any, penalty: float
     params = SamplingParams(max_new_tokens=12, repetition_penalty=penalty, min_new_tokens=5)
     expected = generated(model, PROMPT, 12, repetition_penalty=penalty, min_new_tokens=5)
     assert one(model, PROMPT, params).output == expected
+
+
+OFF: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # here, and in generate()
+    "repetition": ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.0}),
+    "least": ({"min_new_tokens": 0}, {"min_new_tokens": None, "min_length": 0}),
+    "bad words": ({"bad_words_ids": []}, {"bad_words_ids": None}),
+}
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"min_length": len(PROMPT) + 9}, {"max_length": 500, "min_length": 2}], ids=str
+)
+@pytest.mark.parametrize(
+    "off", [[], ["repetition"], ["least"], ["bad words"], ["repetition", "least"], list(OFF)], ids=str
+)
+def test_the_models_own_can_be_switched_off(model: Any, own: dict[str, Any], off: list[str]) -> None:
+    plain = likely(model)
+    late = next(token for i, token in enumerate(plain) if i and token not in plain[:i])
+    settings = {"repetition_penalty": 1.9, "min_new_tokens": 7, "bad_words_ids": [[plain[0], late]], **own}
+    set_up(model, {"eos_token_id": [late, *range(40, 60)], **settings})
+    mine: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for name in off:
+        mine |= OFF[name][0]
+        theirs |= OFF[name][1]
+    run = one(model, PROMPT, SamplingParams(max_new_tokens=12, **mine))
+    assert run.output == generated(model, PROMPT, 12, **theirs)
+    if len(off) == len(OFF):
+        assert run.output == plain[: plain.index(late) + 1], "the test tests nothing"
+    elif "least" not in off:
+        assert len(run.output) >= 7
+
+
+BIASED: dict[str, dict[str, Any]] = {
+    "bias": {"logit_bias": {1001: 5.0, 1002: -7.5, 40: 3.0}},
+    "forbidden": {"logit_bias": {1000: -math.inf, 1001: -math.inf}},
+    "wanted": {"logit_bias": {33: 1e30}},
+    "allowed": {"allowed_token_ids": [1001, 9, 40, 1003, *range(41, 50)]},
+    "allowed one": {"allowed_token_ids": [17]},
+    "allowed with eos": {"allowed_token_ids": [EOS, 30]},
+    "bad words": {"bad_words_ids": [[1001], [1000, 1002], [12, 9], [PROMPT[-1], 1000]]},
+    "bad eos": {"bad_words_ids": [[EOS], [1002]]},
+    "all": {
+        "logit_bias": {50: 4.0, 51: 3.0, 1003: 1.0},
+        "allowed_token_ids": list(range(20, 60)),
+        "bad_words_ids": [[50], [51, 51]],
+        "repetition_penalty": 1.2,
+        "min_new_tokens": 5,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "own"),
+    [
+        (how, own)
+        for how in BIASED
+        for own in ("nothing", "all", "bias", "bad words", "forced eos")
+        if not (
+            how.startswith("allowed ") and own == "all"
+        )  # no n-gram may come again: up to version 4, nothing is left
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_biases_and_forbidden_tokens(model: Any, how: str, own: str, temperature: float) -> None:
+    tokens = likely(model)
+
+    def meant(token: int) -> int:
+        return tokens[token - 1000] if token >= 1000 else token
+
+    wanted = dict(BIASED[how])
+    arguments: dict[str, Any] = {}
+    set_up(model, OWN[own])
+    if "logit_bias" in wanted:
+        wanted["logit_bias"] = {meant(token): bias for token, bias in wanted["logit_bias"].items()}
+        biases = {(token,): bias for token, bias in wanted["logit_bias"].items()}
+        for ids, bias in OWN[own].get("sequence_bias", []):
+            biases[tuple(ids)] = biases.get(tuple(ids), 0.0) + bias
+        arguments["sequence_bias"] = [[list(ids), bias] for ids, bias in biases.items()]
+    if "allowed_token_ids" in wanted:
+        allowed = wanted["allowed_token_ids"] = [meant(token) for token in wanted["allowed_token_ids"]]
+        arguments["prefix_allowed_tokens_fn"] = lambda batch_id, ids: allowed
+    if "bad_words_ids" in wanted:
+        wanted["bad_words_ids"] = [[meant(token) for token in row] for row in wanted["bad_words_ids"]]
+        arguments["bad_words_ids"] = wanted["bad_words_ids"]
+    arguments |= {name: wanted[name] for name in ("repetition_penalty", "min_new_tokens") if name in wanted}
+    if temperature:
+        arguments |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    expected = generated(model, PROMPT, 12, 6, **arguments)
+    params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=6, **wanted)
+    assert one(model, PROMPT, params).output == expected
+    if how != "bad eos" and own == "nothing" and not temperature:
+        assert expected != tokens, "the test tests nothing"
+
+
+@pytest.mark.parametrize("form", [dict, list])
+def test_a_bias_adds_up_with_the_models_own(model: Any, form: Any) -> None:
+    tokens = likely(model)
+    own = [[[21], 40.0], [[21, 22], 80.0]]
+    model.generation_config.sequence_bias = own if form is list else {tuple(ids): bias for ids, bias in own}
+    assert one(model, PROMPT, SamplingParams(max_new_tokens=4)).output[:2] == [21, 22]
+    params = SamplingParams(max_new_tokens=4, logit_bias={21: -80.0})
+    assert one(model, PROMPT, params).output[0] == tokens[0]
+
+
+def test_tokens_that_do_not_exist(model: Any) -> None:
+    sampler = Sampler(model)
+    for wanted in (
+        {"logit_bias": {VOCAB: 1.0, 3: 1.0}},
+        {"allowed_token_ids": [3, VOCAB]},
+        {"bad_words_ids": [[3], [4, VOCAB]]},
+    ):
+        (name,) = wanted
+        with pytest.raises(InvalidRequestError, match=rf"{name} \[{VOCAB}\] do not exist"):
+            sampler.start(SamplingParams(**wanted), np.array(PROMPT))  # type: ignore[arg-type]
+
+
+def test_no_limit_of_new_tokens(model: Any) -> None:
+    model.generation_config.eos_token_id = None
+    plain = generated(model, PROMPT, LONGEST)
+    params = SamplingParams(max_new_tokens=None)
+    assert one(model, PROMPT, params).output == plain
+    model.generation_config.forced_eos_token_id = 5
+    assert one(model, PROMPT, params).output == plain, "it never comes to its end"
 
 
 def test_a_setting_changed_between_two_requests(model: Any) -> None:
@@ -426,17 +550,6 @@ def test_asking_runs_no_forward_and_changes_nothing(model: Any) -> None:
     assert model.generation_config.to_dict() == before[0]
     assert model.config.to_dict() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
-
-
-def test_the_answer_is_remembered_where_it_may_be(model: Any) -> None:
-    own = GenerateSettings(model)
-    prompt = np.array(PROMPT)
-    first = own.lists(SamplingParams(temperature=0.5, top_k=3), prompt)
-    assert own.lists(SamplingParams(temperature=0.5, top_k=3, max_new_tokens=3), prompt[:2]) is first
-    assert own.lists(SamplingParams(temperature=0.6, top_k=3), prompt) is not first
-    model.generation_config.forced_eos_token_id = 5  # depends on the prompt's length
-    again = own.lists(SamplingParams(temperature=0.5, top_k=3), prompt)
-    assert own.lists(SamplingParams(temperature=0.5, top_k=3), prompt) is not again
 
 
 class Bare(torch.nn.Module):

@@ -169,6 +169,14 @@ def test_cutting_a_text_that_was_decoded_by_other_rules() -> None:
     assert StopMatch("stop", 3, "a stop b ").cut("a stop b stop") == "a stop b "
 
 
+def test_cutting_behind_the_stop_string() -> None:
+    assert StopMatch("stop", 3, "a stop b ").cut("a stop b stopping", True) == "a stop b stop"
+    assert StopMatch("stop", 3, "it 's").cut("it's stop and so on", True) == "it's stop"
+    assert StopMatch("<|im_end|>", 3, "the end").cut("the end", True) == "the end<|im_end|>", (
+        "though it is special"
+    )
+
+
 # -- through the sampler --------------------------------------------------------------------------------------
 
 
@@ -205,6 +213,10 @@ def test_a_stop_string_ends_a_sequence(pair: Any, temperature: float) -> None:
     assert run.state.stop_match.string == stop
     assert run.state.cut(text) == text[: text.index(stop)]
     assert run.state.stop == (stop, "none such")
+    how["include_stop_str_in_output"] = True
+    kept = one(model, PROMPT, SamplingParams(stop=[stop, "none such"], **how), tokenizer=tokenizer)
+    assert kept.output == run.output
+    assert kept.state.cut(text) == text[: text.index(stop) + len(stop)]
     if not temperature:
         expected = generated(model, PROMPT, 40, stop_strings=[stop], tokenizer=tokenizer)
         assert run.output == expected

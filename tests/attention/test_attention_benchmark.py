@@ -26,5 +26,5 @@ def test_tiny_mode(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("common", None)
     rows = json.loads(target.read_text())["rows"]
-    assert len(rows) == 22
+    assert len(rows) == 28
     assert all(row["ratio"] > 0 for row in rows)

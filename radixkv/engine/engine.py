@@ -96,7 +96,7 @@ class Engine:
         preemption: str = "auto",
         host_memory: str | int | float = 0,
         order: str = "fcfs",
-        max_overtakes: int = 64,
+        max_overtakes: int = 256,
         watermark: float = 0.01,
         swap_cost: float | None = None,
     ) -> None:

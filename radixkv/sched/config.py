@@ -46,7 +46,7 @@ class SchedulerConfig:
     max_seq_len: int | None = None
     preemption: str = "auto"
     order: str = "fcfs"
-    max_overtakes: int = 64
+    max_overtakes: int = 256
     watermark: float = 0.01
     share_prefixes: bool = True
     keep_cached: bool = True

@@ -73,6 +73,7 @@ class TorchBackend:
         # Whatever is raised below, no half of a plan stays.
         steps, self._steps = self._steps, None
         grown = None if steps is None or self._plans.keys() != set(specs) else steps.advance(batch)
+        self._number += 1  # also for the same step again: tensors are looked at once a step
         if steps is None or grown is None or (grown and not self._grow(steps)):
             self._plans, self._bound = {}, {}
             tables = StepTables(batch)
@@ -83,7 +84,6 @@ class TorchBackend:
         self._steps = steps
 
     def _grow(self, steps: DecodeSteps) -> bool:
-        self._number += 1
         return all(
             plan.growth is not None and plan.growth.grow(steps.contexts, steps.last_slots)
             for plan in self._plans.values()

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from radixkv.engine.draws import fork_seed
 from radixkv.engine.generate_settings import Lists
-from radixkv.engine.processors import active_lengths, forked, is_shareable
+from radixkv.engine.processors import active_lengths, forked, is_repeatable, is_shareable
 from radixkv.engine.sampling_params import SamplingParams
 from radixkv.engine.stopping import StopMatch, StopStrings
 from radixkv.engine.treatment import GREEDY, Treatment, Treatments
@@ -35,6 +36,8 @@ class SequenceSampler:
         criteria: Further stopping criteria.
         head: Processors that run for this sequence alone, at its present length.
         tail: What comes after them.
+        keeps_state: Whether processors or criteria change when they are called.
+        lost: A processor or criterion whose state is not known since a step that failed, and why.
         changes_at: The number of tokens from which on `head` and `tail` must be found anew.
         stop_match: Where a stop string was found in the text, once one was.
     """
@@ -49,6 +52,8 @@ class SequenceSampler:
         "criteria",
         "head",
         "index",
+        "keeps_state",
+        "lost",
         "num_prompt_tokens",
         "num_tokens",
         "params",
@@ -82,6 +87,14 @@ class SequenceSampler:
         self._seed = seed
         self._forks = 0
         self._generator: torch.Generator | None = None
+        self.lost: tuple[Any, Exception] | None = None
+        self.keeps_state = any(map(self._changes, (*self._processors, *self.criteria)))
+
+    def _changes(self, item: Any) -> bool:
+        """Whether a processor or criterion is changed by being called, as far as anybody can tell."""
+        if id(item) in self._given:
+            return callable(getattr(item, "fork", None))
+        return not is_repeatable(item)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -113,6 +126,44 @@ class SequenceSampler:
             assert self._seed is not None, "a greedy sequence draws nothing"
             self._generator = torch.Generator(device).manual_seed(self._seed)
         return self._generator
+
+    def random_state(self) -> Tensor | None:
+        """State of its random numbers; None before the first is drawn."""
+        return None if self._generator is None else self._generator.get_state()
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        """Draw again from where `random_state` was called."""
+        if state is None:
+            self._generator = None
+        elif self._generator is not None:
+            self._generator.set_state(state)
+
+    def copies(self, model: Any) -> list[tuple[Any, Any]]:
+        """Pairs of a processor or criterion that keeps state, and one that goes on from here in its place.
+
+        `model` is not copied with them. In place of the second stands what copying raised.
+        """
+        found = []
+        for item in (*self._processors, *self.criteria):
+            if self._changes(item):
+                try:
+                    found.append((item, self._forked(item, {id(model): model})))
+                except Exception as error:
+                    found.append((item, error))
+        return found
+
+    def put_back(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Put the second of each of the pairs of `copies` in the place of the first."""
+        new: dict[int, Any] = {}
+        for old, copied in pairs:
+            if not isinstance(copied, Exception):
+                new[id(old)] = copied
+            elif id(old) in self._given:  # of others it is not known that they keep state
+                self.lost = old, copied
+        self._processors = tuple([new.get(id(item), item) for item in self._processors])
+        self.criteria = tuple([new.get(id(item), item) for item in self.criteria])
+        self._given = frozenset(id(new[key]) if key in new else key for key in self._given)
+        self.changes_at = -1.0
 
     def fork(self, model: Any) -> SequenceSampler:
         """One that goes on from here by itself, see `Sampler.fork`; `model` is not copied with a processor."""

@@ -139,6 +139,19 @@ def test_stop_strings_cut_the_text(pair: Any) -> None:
     drained(engine)
 
 
+def test_a_stop_string_may_stay_in_the_text(pair: Any) -> None:
+    model, tokenizer = pair
+    engine = make_engine(model, tokenizer=tokenizer)
+    (whole,) = engine.generate([TEXT], params(40))
+    assert whole.text is not None
+    stop = whole.text[12:15]
+    wanted = params(40, stop=[stop, "never there"], include_stop_str_in_output=True)
+    (out,) = engine.generate([TEXT], wanted)
+    assert out.text == whole.text[: whole.text.index(stop) + len(stop)]
+    assert "".join(o.text or "" for o in engine.stream(TEXT, wanted)) == out.text
+    drained(engine)
+
+
 def test_chats_go_through_the_template(pair: Any) -> None:
     model, tokenizer = pair
     template = tokenizer.chat_template

@@ -55,7 +55,7 @@ class Desk:
         """A stream of a new request; its text is made piece by piece if somebody reads it that way."""
         text = None
         if self._tokenizer is not None and (record.owner is None or isinstance(record.owner, deque)):
-            text = TextStream(self._tokenizer, sampler.stop)
+            text = TextStream(self._tokenizer, sampler.stop, sampler.params.min_new_tokens or 0)
         return Stream(record, sequence, sampler, text)
 
     def add_fork(self, parent: Stream, sequence: Sequence, sampler: SequenceSampler) -> None:

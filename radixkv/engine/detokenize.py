@@ -25,11 +25,13 @@ class TextStream:
     Args:
         tokenizer: Decodes.
         stop: Stop strings.
+        min_tokens: One that is complete before so many tokens does not count.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._text = GrowingText(lambda ids: decode(tokenizer, ids))
         self._stop = tuple(stop)
+        self._tokens_to_go = min_tokens
         self._held = ""
         self._ahead = (
             0  # characters given out that were taken back since: so many of those to come are left out
@@ -38,6 +40,7 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Take one more token; returns the text that is certain now, perhaps none."""
+        self._tokens_to_go -= 1
         if self._stopped or not self._text.add(token):
             return ""
         fresh, revised = self._text.fresh, self._text.revised
@@ -57,7 +60,7 @@ class TextStream:
     def _certain(self) -> int:
         """Characters of what is held that lie before a stop string, and before what may begin one."""
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        if found and self._tokens_to_go <= 0:
             self._stopped = True
             return min(found)
         longest = 0

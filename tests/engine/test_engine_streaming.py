@@ -152,6 +152,19 @@ def test_a_stop_string_may_stay_in_the_text(pair: Any) -> None:
     drained(engine)
 
 
+def test_a_stop_string_that_comes_too_soon_does_not_silence_the_stream(pair: Any) -> None:
+    model, tokenizer = pair
+    engine = make_engine(model, tokenizer=tokenizer)
+    (whole,) = engine.generate([TEXT], params(30))
+    assert whole.text is not None
+    stop = whole.text[3:5]
+    assert stop not in whole.text[5:]
+    outs = list(engine.stream(TEXT, params(30, stop=stop, min_new_tokens=12)))
+    assert "".join(out.text or "" for out in outs) == whole.text
+    assert sum(bool(out.text) for out in outs) > 20
+    drained(engine)
+
+
 def test_chats_go_through_the_template(pair: Any) -> None:
     model, tokenizer = pair
     template = tokenizer.chat_template

@@ -32,10 +32,10 @@ demo: $(VENV)/.installed-demo-$(HASH)
 	@$(BIN)/radixkv demo $(RUN)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n auto $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

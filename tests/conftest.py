@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 
 # Before anything imports torch: two threads that spin on a shared machine make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell starts what runs in the background with Ctrl-C ignored, and some tests send it to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 First each alone, for sequences of 32 to 4,096 tokens: a prefill by the engine on a cold cache, less that of a single
 token (which any step pays), against copying the sequence's blocks out and in, scattered as blocks are after a while.
 From these follow the length from which swapping costs less, and `SchedulerConfig.swap_cost`: the time to move one
-block one way, as a multiple of the time to compute one token.
+token's KV one way, as a multiple of the time to compute one token.
 
 Then whole runs in a pool that is too small: the same requests with either way, against a pool with room for all. All
 must give the same tokens. What is preempted for recomputing stays cached until somebody takes its blocks, so that
@@ -88,7 +88,7 @@ def alone(report: Report, name: str, model: Any, args: Any) -> None:
         times = Alone(model, length, args).measure()
         row = report.add(f"{name}: {length} tokens out and in", "recompute", times, "", "CPU ms")
         found.append((length, row.baseline_ms, row.ours_ms))
-    costs = [(swap / (2 * math.ceil(n / BLOCK))) / (recompute / n) for n, recompute, swap in found]
+    costs = [(swap / (2 * math.ceil(n / BLOCK) * BLOCK)) / (recompute / n) for n, recompute, swap in found]
     low, middle, high = quartiles(costs)
     cheaper = [n for n, recompute, swap in found if swap < recompute]
     crossover = min(cheaper) if cheaper else None
@@ -100,7 +100,7 @@ def alone(report: Report, name: str, model: Any, args: Any) -> None:
         "ms_per_block_one_way": {n: swap / (2 * math.ceil(n / BLOCK)) for n, _, swap in found},
     }
     print(
-        f"    {name}: swap_cost {middle:.3f} [{low:.3f}, {high:.3f}]; swapping costs less from "
+        f"    {name}: swap_cost {middle:.4f} [{low:.4f}, {high:.4f}]; swapping costs less from "
         f"{crossover if crossover else 'more than ' + str(lengths[-1])} tokens on\n"
     )
 

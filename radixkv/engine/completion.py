@@ -24,7 +24,8 @@ class Completion:
         rid: The request it belongs to.
         index: Which of the `n` completions of that prompt.
         token_ids: The new tokens; an end-of-sequence or stop token is the last of them.
-        text: Their text, special tokens left out and cut before a stop string; None without a tokenizer.
+        text: Their text, special tokens left out and cut before a stop string; None without a tokenizer, or
+            if the tokenizer could not make it.
         finish_reason: `stop` (end of sequence, stop token or string, or a stopping criterion), `length`
             (`max_new_tokens`, or the longest sequence the engine takes), `capacity` (the pool has no room for one
             more token of this sequence though no other one runs: it is too small, or pins and other users of the
@@ -63,7 +64,7 @@ class TokenOutput:
         index: Which of its `n` sequences.
         token_id: The new token, or None if the sequence ended without one (`abort`, `capacity`, `error`).
         text: What the tokens so far add to the text that was given out before; it lags behind while a character is
-            incomplete or a stop string may be under way. None without a tokenizer.
+            incomplete or a stop string may be under way; perhaps empty. None without a tokenizer.
         completion: The whole, with the last token; else None.
     """
 

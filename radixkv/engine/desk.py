@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from radixkv.engine.completion import Completion, TokenOutput
@@ -124,6 +125,8 @@ class Desk:
             self.records.pop(record.rid, None)
 
     def _give(self, record: Record, output: TokenOutput) -> None:
+        if output.text is None and self._tokenizer is not None:
+            output = replace(output, text="")  # so that whoever adds pieces up need not look
         if record.owner is None:
             self.ready.append(output)
         elif isinstance(record.owner, deque):

@@ -58,7 +58,8 @@ class Engine:
         block_size: Tokens in a block, of the cache made here, as are
         num_blocks: its size in blocks, or
         num_tokens: in tokens, or
-        memory: in bytes, as text (`"2GiB"`), or as a share of the device's free memory.
+        memory: in bytes, as text (`"2GiB"`), or as a share of the device's free memory. With none of the three, a fifth
+            of free host memory or half of free GPU memory.
         policy: Its eviction policy.
         preemption: How a running sequence gives its blocks back when there is no room: `"recompute"` them later,
             `"swap"` them to host memory, or `"auto"`: what is estimated to cost less.
@@ -127,8 +128,18 @@ class Engine:
             raise InvalidRequestError(
                 'host_memory is for preemption="swap" or "auto": leave it out, or choose one of these'
             )
+        if tokenizer is not None and not (
+            callable(tokenizer) and callable(getattr(tokenizer, "decode", None))
+        ):
+            raise InvalidRequestError(
+                f"tokenizer must be one of transformers' tokenizers, or act like one, got {type(tokenizer).__name__}"
+            )
         if cache is None:
             cache = PrefixCache.for_model(model, **given)
+        elif not isinstance(cache, PrefixCache):
+            raise InvalidRequestError(
+                f"cache must be a PrefixCache, got {type(cache).__name__}: sizes are given by name, as num_blocks=..."
+            )
         elif given:
             raise InvalidRequestError(
                 f"{', '.join(given)}: the cache that was given has its own; leave these out or leave cache out"
@@ -139,6 +150,8 @@ class Engine:
         self._given_model = model
         self._tokenizer = tokenizer
         self._longest: int = config.max_seq_len or 0
+        limited = self._longest < longest_sequence(self._model, None)
+        self._or_raise_the_limit = ", or raise max_seq_len" if limited else ""
         self._wanted_attention = attention
         self._tier = HostTier(cache.store, host_memory) if host_memory else None
         self._scheduler = Scheduler(cache.tree, config, None if self._tier is None else self._tier.pool)
@@ -177,12 +190,12 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is not finished, or outputs wait for `step()` to hand them out."""
+        """Whether `step()` has anything left to give: unfinished requests, or outputs that nobody has read yet."""
         return self.is_at_work or bool(self._desk.ready)
 
     @property
     def is_at_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request is not finished; unlike `has_unfinished`, outputs that wait to be read do not count."""
         self._sweep()
         return bool(self._desk.streams)
 
@@ -329,7 +342,8 @@ class Engine:
 
         Returns:
             One entry for each new token of the requests that were added with `add_request`, and one for each that
-            ended without a token. Empty if there is nothing to do.
+            ended without a token: also those that came while a `generate` or a `stream` drove the engine. Empty if
+            there is nothing to do.
 
         Raises:
             InvalidRequestError: The model changed into one that cannot be served; or another thread is at work.
@@ -485,7 +499,7 @@ class Engine:
         if len(tokens) >= self._longest:
             raise InvalidRequestError(
                 f"the prompt has {len(tokens)} tokens, and a sequence may have {self._longest}, one new token at least "
-                "among them: shorten it, or raise max_seq_len if the model allows it"
+                f"among them: shorten it{self._or_raise_the_limit}"
             )
         if rid is None:
             rid = next(name for name in self._names if name not in self._desk.records)
@@ -584,8 +598,8 @@ class Engine:
         self._desk.hand_out(step, drawn, set(done.ignored))
         for sequence in step.finished:
             if sequence in streams:
-                pool = self._cache.pool
-                streams[sequence].error = OutOfBlocksError(1, pool.num_free, pool.num_idle)
+                pool, needed = self._cache.pool, -(-sequence.num_tokens // self._cache.block_size)
+                streams[sequence].error = OutOfBlocksError(needed, pool.num_free, pool.num_idle)
         for sequence in (*step.finished, *broken):
             if sequence in streams:
                 self._desk.end(streams[sequence])

@@ -117,8 +117,16 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> npt.NDArray[np.i
         ids = prompt
         if isinstance(ids, (torch.Tensor, np.ndarray)) and ids.ndim == 2 and ids.shape[0] == 1:
             ids = ids[0]
+        if isinstance(ids, Mapping) and "input_ids" in ids:  # a BatchEncoding
+            raise InvalidRequestError(
+                "a prompt is a text, token ids or a chat: of what a tokenizer returns, pass one row of its input_ids"
+            )
         if ids is None or isinstance(ids, (bytes, bytearray, Mapping, float, set, frozenset)):
             raise InvalidRequestError(f"a prompt is a text, token ids or a chat, got {type(ids).__name__}")
+        if isinstance(ids, (list, tuple)) and ids and all(isinstance(item, str) for item in ids):
+            raise InvalidRequestError(
+                "this is a list of texts: pass one prompt at a time, or call generate()"
+            )
     tokens = to_int64(ids)
     if not len(tokens):
         raise InvalidRequestError(

@@ -39,7 +39,7 @@ WHY = {
     "output_hidden_states": "hidden states of all positions were asked for",
     "layer_count": "the model was shortened (assistant_early_exit)",
     "full_logits": (
-        "a plain forward wants the logits of every position; give logits_to_keep=1 or use_cache=True to reuse KV"
+        "a plain forward wants the logits of every position; give logits_to_keep=n if the last n are enough to reuse KV"
     ),
     "grad": "gradients are enabled; wrap the loop in torch.no_grad() or torch.inference_mode()",
     "rope_limit": "its rotary embedding changes with the length of the prompt",

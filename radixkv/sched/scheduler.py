@@ -66,6 +66,8 @@ class Scheduler:
         config: SchedulerConfig | None = None,
         host_pool: BlockPool | None = None,
     ) -> None:
+        if not isinstance(tree, RadixTree):
+            raise InvalidRequestError(f"a scheduler works on a RadixTree, got {type(tree).__name__}")
         config = config or SchedulerConfig()
         if config.preemption == "swap" and host_pool is None:
             raise InvalidRequestError(

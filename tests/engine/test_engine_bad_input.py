@@ -22,6 +22,7 @@ from engine_testkit import (
     twin,
 )
 from hf_testkit import snapshot
+from transformers import BatchEncoding
 
 import radixkv
 from radixkv import Engine
@@ -46,6 +47,8 @@ BAD_PROMPTS = [
     (None, "NoneType"),
     (b"bytes", "bytes"),
     ({5, 6}, "set"),
+    (["a text", "another"], "one prompt at a time"),
+    (BatchEncoding({"input_ids": [5, 6]}), "input_ids"),
     ([[1, 2], [3, 4]], "integers|one-dimensional"),
     (list(range(3, 60)) * 10, "512"),
 ]
@@ -114,6 +117,10 @@ def test_a_cache_brings_its_own_size(model: Any) -> None:
     cache = radixkv.PrefixCache.for_model(model, num_blocks=16)
     with pytest.raises(InvalidRequestError, match="num_blocks"):
         Engine(model, cache=cache, num_blocks=4)
+    with pytest.raises(InvalidRequestError, match="must be a PrefixCache"):
+        Engine(model, None, 8)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        Engine(model, "gpt2")
     with pytest.raises(InvalidRequestError, match="another model"):
         Engine(tiny("llama_gqa", seed=1), cache=cache)
 

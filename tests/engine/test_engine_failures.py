@@ -427,7 +427,7 @@ def test_a_pin_that_leaves_no_room_says_so() -> None:
     model = tiny("llama_gqa")
     engine = make_engine(model, num_blocks=10)
     engine.generate([prompt(30)[0]], params(2))
-    with engine.cache.pin(prompt(30)[0]), pytest.warns(UserWarning, match="need 1 blocks"):
+    with engine.cache.pin(prompt(30)[0]), pytest.warns(UserWarning, match="need 8 blocks, have 2 free"):
         (out,) = engine.generate([prompt(30, 5)[0]], params(2))
     assert out.finish_reason == "capacity"
     assert isinstance(out.error, OutOfBlocksError)

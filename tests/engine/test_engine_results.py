@@ -83,6 +83,7 @@ def test_a_lone_sequence_that_outgrows_the_pool_says_so() -> None:
     with pytest.warns(UserWarning, match="1 of 2"):
         long, short = engine.generate([ids, ids[:3]], [params(30), params(3)])
     assert long.finish_reason == "capacity"
+    assert "need 6 blocks" in str(long.error)
     assert long.token_ids == alone(twin(model), ids, 11), (
         "20 slots: 10 of the prompt, and 10 of 11 new tokens"
     )

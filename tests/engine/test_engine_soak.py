@@ -68,7 +68,6 @@ def test_two_thousand_requests_in_a_pool_that_preempts_all_the_time(mode: dict[s
         num_blocks=20,
         max_batched_tokens=24,
         max_num_seqs=12,
-        order=rng.choice(["fcfs", "prefix"]),
         **mode,
     )
     baseline = np.array(engine.cache.pool.refcounts)

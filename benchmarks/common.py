@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,23 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return (time.perf_counter() - begin) * 1e3, result
 
 
+def rotated(names: Sequence[str], index: int) -> list[str]:
+    """The order of round `index`: each goes first in turn, so that drift hits all alike."""
+    shift = index % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection while something is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def in_turn(
     rounds: int,
     prepare: Callable[[int], dict[str, Callable[[], Any]]],
@@ -272,18 +290,12 @@ def in_turn(
     times: dict[str, list[float]] = {}
     for index in range(rounds + 1):
         candidates = prepare(index)
-        names = list(candidates)
-        shift = index % len(names)
         results = {}
-        gc.collect()
-        gc.disable()
-        try:
-            for name in names[shift:] + names[:shift]:
+        with undisturbed():
+            for name in rotated(list(candidates), index):
                 spent, results[name] = timed(candidates[name])
                 if index:
                     times.setdefault(name, []).append(spent)
-        finally:
-            gc.enable()
         check(results)
     return times
 

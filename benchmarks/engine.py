@@ -19,7 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import Report, cache_keyword, cache_of, gemma, ids, llama, parser, plain_twin, start
+from common import (
+    Report,
+    cache_keyword,
+    cache_of,
+    gemma,
+    ids,
+    llama,
+    parser,
+    plain_twin,
+    rotated,
+    start,
+    undisturbed,
+)
 from transformers import DynamicCache
 
 import radixkv
@@ -173,13 +185,9 @@ class Bench:
             prompts = self.prompts(case, index)
             self.engine.cache.clear()
             candidates = self.candidates(case, prompts)
-            names = list(candidates)
-            shift = index % len(names)
             results = {}
-            gc.collect()
-            gc.disable()
-            try:
-                for name in names[shift:] + names[:shift]:
+            with undisturbed():
+                for name in rotated(list(candidates), index):
                     wall, cpu = time.perf_counter(), time.process_time()
                     found = candidates[name]()
                     spent = time.perf_counter() - wall, time.process_time() - cpu
@@ -192,8 +200,6 @@ class Bench:
                         spent = spent[0] - outside[0], spent[1] - outside[1]
                     if index:
                         times.setdefault(name, []).append(spent)
-            finally:
-                gc.enable()
             compare(self.case, results)
         return times
 

@@ -11,8 +11,9 @@ from radixkv.bench import ways as ways_module
 from radixkv.bench import workloads as workloads_module
 from radixkv.bench.runner import BenchResult, Runner
 from radixkv.bench.ways import EngineWay, GenerateBatch, NotMeasured, OneByOne, Padded, Setting, Way
-from radixkv.bench.workloads import Workload, make_workloads
+from radixkv.bench.workloads import make_workloads
 from radixkv.demo import main as demo
+from radixkv.demo.bars import WorkloadBars
 from radixkv.demo.errors import DemoError
 
 if TYPE_CHECKING:
@@ -131,9 +132,6 @@ def find_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 def _measure(
     options: Options, runner: Runner, num_ways: int, tokenizer: PreTrainedTokenizerBase
 ) -> BenchResult:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     chat_format, formatted = demo.make_chat_format(tokenizer)
     workloads = make_workloads(
         chat_format,
@@ -143,33 +141,9 @@ def _measure(
         short=options.tiny,
         quick=options.quick,
     )
-    columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[way]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        warm_up = bar.add_task("Warming up", total=1, way="")
-        runner.warm_up()
-        bar.update(warm_up, completed=1, visible=False)
-        tasks = {
-            w.name: bar.add_task(w.title, total=w.num_rounds * num_ways * options.repeat, way="", start=False)
-            for w in workloads
-        }
-        done = dict.fromkeys(tasks, 0)
-
-        def on_step(workload: Workload, way: str | None) -> None:
-            task = tasks[workload.name]
-            if done[workload.name] == 0:
-                bar.start_task(task)
-            bar.update(task, completed=done[workload.name], way=way or "")
-            done[workload.name] += 1
-            if way is None:
-                bar.stop_task(task)
-
+    totals = {w.name: (w.title, w.num_rounds * num_ways * options.repeat) for w in workloads}
+    with WorkloadBars(totals, runner.warm_up, enabled=sys.stderr.isatty()) as bars:
         try:
-            return runner.run(workloads, on_step)
+            return runner.run(workloads, lambda workload, way: bars.step(workload.name, way))
         except NotMeasured as error:
             raise DemoError(f"nothing could be measured: {error}") from error

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -55,6 +56,19 @@ class WayName(str, Enum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Tables, or one JSON document on stdout.")]
+
+# What the commands that run a model have in common.
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder or hub id of a causal language model, instead of Gemma 3 270M.", metavar="PATH_OR_ID"
+    ),
+]
+TinyOption = Annotated[bool, typer.Option("--tiny", help="A small random model: nothing to download.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, help="Threads of torch. Default: torch's own.", show_default=False)
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
 
 
 def run(arguments: list[str]) -> int:
@@ -114,6 +128,17 @@ def _print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
+def _report(report: ModuleType, result: Any, setting: dict[str, Any], output: Format) -> int:
+    """Print a result as its command's `report` module puts it; the exit code it deserves."""
+    if output is Format.json:
+        _print_json(report.to_json(result, setting))
+    else:
+        from radixkv.demo.report import make_console
+
+        report.print_report(result, setting, make_console())
+    return EXIT_OK if result.same_tokens else EXIT_DIFFERS
+
+
 @app.callback(invoke_without_command=True)
 def _top(
     context: typer.Context,
@@ -147,23 +172,16 @@ def info(output: FormatOption = Format.table) -> int:
 
 @app.command()
 def demo(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or hub id of a causal language model, instead of Gemma 3 270M.", metavar="PATH_OR_ID"
-        ),
-    ] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A small random model: nothing to download.")] = False,
+    model: ModelOption = None,
+    tiny: TinyOption = False,
     output: FormatOption = Format.table,
     plot: Annotated[
         Path | None,
         typer.Option(help="Write bars of time to first token into this .png or .svg file.", metavar="FILE"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 24,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch. Default: torch's own.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests of each kind.")] = False,
 ) -> int:
     """Four workloads on a real model, each request without and with the cache: what is skipped, what it saves.
@@ -172,7 +190,7 @@ def demo(
     """
 
     def work() -> int:
-        from radixkv.demo import main
+        from radixkv.demo import main, report
 
         options = main.Options(
             model=model,
@@ -184,28 +202,15 @@ def demo(
             quick=quick,
         )
         result, setting = main.run_demo(options)
-        if output is Format.json:
-            from radixkv.demo.report import to_json
-
-            _print_json(to_json(result, setting))
-        else:
-            from radixkv.demo.report import make_console, print_report
-
-            print_report(result, setting, make_console())
-        return EXIT_OK if result.same_tokens else EXIT_DIFFERS
+        return _report(report, result, setting, output)
 
     return _guarded(work)
 
 
 @app.command()
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or hub id of a causal language model, instead of Gemma 3 270M.", metavar="PATH_OR_ID"
-        ),
-    ] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A small random model: nothing to download.")] = False,
+    model: ModelOption = None,
+    tiny: TinyOption = False,
     workload: Annotated[
         list[WorkloadName] | None,
         typer.Option(help="Only this one; may be given again. Default: all.", show_default=False),
@@ -232,10 +237,8 @@ def bench(
         ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Run each workload so often, show medians.")] = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch. Default: torch's own.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
     output: FormatOption = Format.table,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds of chat and thoughts.")] = False,
 ) -> int:
@@ -245,7 +248,7 @@ def bench(
     """
 
     def work() -> int:
-        from radixkv.bench import main
+        from radixkv.bench import main, report
 
         options = main.Options(
             model=model,
@@ -264,15 +267,6 @@ def bench(
             quick=quick,
         )
         result, setting = main.run_bench(options)
-        if output is Format.json:
-            from radixkv.bench.report import to_json
-
-            _print_json(to_json(result, setting))
-        else:
-            from radixkv.bench.report import print_report
-            from radixkv.demo.report import make_console
-
-            print_report(result, setting, make_console())
-        return EXIT_OK if result.same_tokens else EXIT_DIFFERS
+        return _report(report, result, setting, output)
 
     return _guarded(work)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixkv.demo.bars import WorkloadBars
 from radixkv.demo.errors import DemoError
 from radixkv.demo.runner import DemoResult, Runner
-from radixkv.demo.workloads import ChatFormat, Message, Workload, make_workloads, plain_chat
+from radixkv.demo.workloads import ChatFormat, Message, make_workloads, plain_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -110,41 +111,15 @@ def _require_transformers() -> None:
 
 
 def _measure(options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DemoResult:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from radixkv.cache.prefix_cache import PrefixCache
 
     cache = PrefixCache.for_model(model, num_tokens=_POOL_TOKENS_TINY if options.tiny else _POOL_TOKENS)
     runner = Runner(model, tokenizer, cache, options.max_new_tokens, end_ids=turn_end_ids(tokenizer))
     chat_format, formatted = make_chat_format(tokenizer)
     workloads = make_workloads(chat_format, formatted=formatted, quick=options.quick)
-    columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[label]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        warm_up = bar.add_task("Warming up", total=1, label="")
-        runner.warm_up()
-        bar.update(warm_up, completed=1, visible=False)
-        tasks = {
-            w.name: bar.add_task(w.title, total=w.num_requests, label="", start=False) for w in workloads
-        }
-        done = dict.fromkeys(tasks, 0)
-
-        def on_request(workload: Workload, label: str | None) -> None:
-            task = tasks[workload.name]
-            if done[workload.name] == 0:
-                bar.start_task(task)
-            bar.update(task, completed=done[workload.name], label=label or "")
-            done[workload.name] += 1
-            if label is None:
-                bar.stop_task(task)
-
-        result = runner.run(workloads, on_request)
+    totals = {w.name: (w.title, w.num_requests) for w in workloads}
+    with WorkloadBars(totals, runner.warm_up) as bars:
+        result = runner.run(workloads, lambda workload, label: bars.step(workload.name, label))
     cache.check()
     return result
 

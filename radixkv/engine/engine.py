@@ -264,9 +264,7 @@ class Engine:
         items = as_prompts(prompts)
         params = sampling_for(items, sampling)
         canonical_namespace(namespace)
-        most = self._scheduler.config.max_num_seqs
-        if any(wanted.n > most for wanted in params):
-            raise InvalidRequestError(f"n={max(p.n for p in params)} is more than max_num_seqs={most}")
+        self._require_rows(max((wanted.n for wanted in params), default=1))
         owner = object()
         results: list[list[Stream] | Completion] = []
         with self._door.enter():
@@ -509,10 +507,7 @@ class Engine:
             )
         elif rid in self._desk.records:
             raise InvalidRequestError(f"a request named {rid!r} is not finished yet: choose another rid")
-        if sampling.n > self._scheduler.config.max_num_seqs:
-            raise InvalidRequestError(
-                f"n={sampling.n} is more than max_num_seqs={self._scheduler.config.max_num_seqs}"
-            )
+        self._require_rows(sampling.n)
         samplers = [self._sampler.start(sampling, tokens, i) for i in range(sampling.n)]
         key = self._plug.key_under(self._circumstances, namespace, len(tokens))
         room = self._longest - len(tokens)
@@ -532,6 +527,12 @@ class Engine:
                 record.streams.append(self._desk.new_stream(record, sequence, sampler))
             self._desk.add(record)
         return record
+
+    def _require_rows(self, n: int) -> None:
+        """Before anything is made for each of `n` completions, which may be millions."""
+        most = self._scheduler.config.max_num_seqs
+        if n > most:
+            raise InvalidRequestError(f"n={n} is more than max_num_seqs={most}")
 
     def _abort_owned(self, owner: object) -> None:
         for record in self._desk.owned(owner):

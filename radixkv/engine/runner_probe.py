@@ -17,7 +17,7 @@ from radixkv.hf.attention_survey import AttentionSurvey, LayerKind
 from radixkv.hf.compat import DynamicCache, ForwardCall, text_config
 from radixkv.hf.own_forward import own_forward
 from radixkv.hf.routing import Routing
-from radixkv.hf.support import _quiet_eval, _tolerance
+from radixkv.hf.support import quiet_eval, tolerance
 from radixkv.sched.step import Step
 from radixkv.store.kv_store import KVStore
 
@@ -162,7 +162,7 @@ class RunnerProbe:
         expected, got = expected.cpu().double(), got.cpu().double()
         spread = float((expected - expected.mean()).norm()) or 1.0
         share = float((expected - got).norm()) / spread
-        if not share < _tolerance(next(self._model.parameters())):
+        if not share < tolerance(next(self._model.parameters())):
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} gives other logits {when} (relative difference {share:.2g})"
             )
@@ -176,7 +176,7 @@ class RunnerProbe:
         device = self._layout.device
         forked = [device] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=forked), torch.no_grad(), _quiet_eval(self._model):
+            with torch.random.fork_rng(devices=forked), torch.no_grad(), quiet_eval(self._model):
                 own_forward(trial)
         except UnsupportedModelError:
             raise

@@ -12,7 +12,7 @@ from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.hf.compat import DynamicCache, ForwardCall, fresh_layers, layer_window, text_config
 from radixkv.store.layout import KVLayout, LayerLayout
 
-__all__ = ["base_of", "check_supported", "probe_model", "unwrap_model"]
+__all__ = ["base_of", "check_supported", "probe_model", "quiet_eval", "tolerance", "unwrap_model"]
 
 _PROBE_TOKENS = 7
 _PROBE_CUT = 4
@@ -120,7 +120,7 @@ def probe_model(model: Any) -> KVLayout:
 
     seen: list[bool] = []
     watcher = base_of(inner).register_forward_hook(lambda *_: seen.append(True))
-    with _quiet_eval(inner):
+    with quiet_eval(inner):
         try:
             whole, cache = _run(inner, ids, None)
             _, part_cache = _run(inner, ids[:, :_PROBE_CUT], None)
@@ -146,7 +146,7 @@ def probe_model(model: Any) -> KVLayout:
     error_share = float((whole - parts).norm()) / spread
     # In fp32 the two runs differ by rounding, near 1e-6. In low precision by some per cent, and more where the
     # routing of a mixture of experts flips.
-    if not error_share < _tolerance(parameter):
+    if not error_share < tolerance(parameter):
         raise UnsupportedModelError(
             f"{type(inner).__name__} gives other logits when it continues from its own KV cache (relative "
             f"difference {error_share:.2g}): KV of a prefix does not stand for the prefix in this model"
@@ -154,7 +154,8 @@ def probe_model(model: Any) -> KVLayout:
     return _layout_of(inner, cache)
 
 
-def _tolerance(parameter: torch.Tensor) -> float:
+def tolerance(parameter: torch.Tensor) -> float:
+    """Relative difference of logits that rounding explains, in a model with parameters like this one."""
     if parameter.dtype not in (torch.float32, torch.float64):
         return 0.3
     return 1e-3 if parameter.device.type == "cpu" else 3e-2  # accelerators may multiply fp32 in TF32
@@ -200,7 +201,7 @@ def _length(cache: Any) -> int:
 
 
 @contextmanager
-def _quiet_eval(model: torch.nn.Module) -> Iterator[None]:
+def quiet_eval(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode for a moment: dropout would make the two runs differ, and would consume random numbers."""
     training = [module for module in model.modules() if module.training]
     for module in training:

@@ -1,110 +1,262 @@
-"""Which cached block goes next: priorities of blocks, and the order of the leaves."""
+"""Which cached block goes next: the interface of eviction policies, and least recently used."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from sortedcontainers import SortedList
 
-from radixkv.core.block_states import Index, fill
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.block_states import BlockIds, Index, fill
+from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
+from radixkv.core.tokens import TokenArray
 
 if TYPE_CHECKING:
     from radixkv.core.node import Node
 
-Entry = tuple[int, int, "Node"]  # priority, serial, leaf
 
-NEVER = 2**63 - 1
+class EvictionPolicy(ABC):
+    """Decides which leaf of the tree is shortened next. One tree has one policy, made for its pool.
 
+    What can be evicted are the last blocks of leaves that nobody holds; the tree keeps the books of that. A policy
+    keeps what it knows of each block in arrays over the pool, and the leaves in an order of its own. All methods
+    are called under the tree's lock.
 
-class EvictionPolicy(Protocol):
-    """Gives every cached block a priority; the leaf block with the lowest one is evicted first.
+    A leaf is *filed* from the moment it is one until it is taken out; `leaf.entry` is the policy's own note on it, and
+    None while it is not filed. `Index` selects blocks in a per-block array: see `get`, `put` and `fill` in
+    `radixkv.core.block_states`.
 
-    While a block is the last of its leaf its priority may rise but never fall: the order of the leaves is
-    corrected only when a leaf comes up.
+    Attributes:
+        name: What users select it by.
+        num_blocks: Blocks of the pool.
+        block_size: Tokens in a block; 0 until the tree is made.
+        eager: Whether the tree calls `refile` each time the last block of a filed leaf is used or has become another
+            one. False if what a leaf is filed under can only have risen since, so that it can be corrected when
+            the leaf comes up.
     """
 
-    name: str
-    priority: npt.NDArray[np.int64]
-    """`int64[num_blocks]`, meaningful for cached blocks."""
+    name: ClassVar[str]
+    eager: ClassVar[bool] = True
 
-    def on_insert(self, index: Index, now: int) -> None:
-        """These blocks were cached at logical time `now`."""
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = 0
+
+    def bind(self, block_size: int) -> None:
+        """The policy was given to a tree with blocks of so many tokens.
+
+        Raises:
+            InvalidRequestError: It belongs to another tree.
+        """
+        if self.block_size:
+            raise InvalidRequestError(f"this {self.name} policy belongs to another tree: make one for each")
+        self.block_size = block_size
+
+    # -- what happens to blocks ------------------------------------------------------------------------------
+
+    def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """A new request came.
+
+        Args:
+            index: The blocks it hit, root first; the last of them may be matched in part.
+            num_hit: How many.
+            tokens: `int64[...]`, the whole request.
+            seed: Of its namespace.
+            now: Logical time; rises by one with each use of the tree.
+        """
 
     def on_use(self, index: Index, now: int) -> None:
-        """These cached blocks were matched, or inserted again, at logical time `now`."""
+        """These blocks are in use again by a request that was counted by `on_request`, or are inserted again."""
+
+    def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Blocks are cached now.
+
+        Args:
+            index: The blocks.
+            first: Number of the first of them on its path.
+            tokens: `int64[...]`, the path up to the end of the last of them.
+            seed: Of the namespace.
+            now: Logical time.
+        """
+
+    def on_evict(self, ids: BlockIds) -> None:
+        """These blocks, the last ones of one leaf, are being evicted. Called while the leaf is still filed."""
+
+    def on_drop(self, ids: BlockIds) -> None:
+        """These blocks go, but not to make room: they were cleared, or replaced by fuller ones."""
+
+    # -- the order of the leaves -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def file(self, leaf: Node, block: int) -> None:
+        """Take up a leaf, which is not filed, by its last block."""
+
+    @abstractmethod
+    def unfile(self, leaf: Node) -> None:
+        """Take a filed leaf out."""
+
+    def refile(self, leaf: Node, block: int) -> None:
+        """File a filed leaf anew by what its last block, `block`, is now; called only if `eager`."""
+        self.unfile(leaf)
+        self.file(leaf, block)
+
+    def begin(self) -> None:
+        """An eviction of one or more blocks begins."""
+
+    def end(self) -> None:
+        """It is over."""
+
+    @abstractmethod
+    def first(self) -> Node | None:
+        """The leaf that is to be shortened next, still filed; None if there is no leaf."""
+
+    @abstractmethod
+    def num_to_cut(self, leaf: Node, ids: BlockIds) -> int:
+        """How many blocks of the leaf that `first` named may go before `first` is to be asked again.
+
+        Args:
+            leaf: The leaf.
+            ids: `int32[...]`, its last blocks, as many as are wanted at most. They may be held by others.
+
+        Returns:
+            A number from the end of `ids`; 0 if the leaf does not go after all: it was filed anew.
+        """
+
+    @abstractmethod
+    def num_filed(self) -> int:
+        """Leaves that are filed."""
+
+    def check(self, leaf: Node, block: int) -> None:
+        """Verify what is noted of a filed leaf.
+
+        Raises:
+            CacheCorruptionError: It is wrong; the message gives the values.
+        """
 
 
-class LRUPolicy:
+# What a leaf is filed under, its serial number, and the leaf; the number is never compared with a leaf.
+Entry = tuple[Any, int, "Node"]
+
+
+class PriorityPolicy(EvictionPolicy):
+    """Base of policies that give every block a number: the leaf whose last block has the lowest one goes first.
+
+    Costs: filing and cutting are logarithmic in the number of leaves.
+
+    Attributes:
+        priority: `int64[num_blocks]` or `float64[num_blocks]`, meaningful for cached blocks.
+    """
+
+    dtype: ClassVar[type] = np.int64
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.priority: npt.NDArray[Any] = np.zeros(num_blocks, self.dtype)
+        self._entries: SortedList[Entry] = SortedList()
+
+    def file(self, leaf: Node, block: int) -> None:
+        leaf.entry = entry = (self.priority.item(block), leaf.serial, leaf)
+        self._entries.add(entry)
+
+    def unfile(self, leaf: Node) -> None:
+        entries = self._entries
+        if entries[0] is leaf.entry:  # as most are that go
+            entries.pop(0)
+        else:
+            entries.remove(leaf.entry)
+        leaf.entry = None
+
+    def first(self) -> Node | None:
+        return self._entries[0][2] if self._entries else None
+
+    def num_to_cut(self, leaf: Node, ids: BlockIds) -> int:
+        """All blocks from the end whose priority is not above that of the second leaf."""
+        if len(self._entries) == 1:
+            return len(ids)
+        bound = self._entries[1][0]
+        last = ids.item(-1)
+        if self.priority.item(last) > bound:
+            self.refile(leaf, last)
+            return 0
+        above = self.priority[ids] > bound
+        return int(above[::-1].argmax()) if above.any() else len(ids)
+
+    def num_filed(self) -> int:
+        return len(self._entries)
+
+    def check(self, leaf: Node, block: int) -> None:
+        filed, serial, node = leaf.entry
+        true = self.priority[block]
+        if node is not leaf or serial != leaf.serial or (filed != true if self.eager else filed > true):
+            raise CacheCorruptionError(
+                f"{self.name}: node {leaf.serial} is filed under {filed} as {serial}, block {block} has {true}"
+            )
+
+
+class LRUPolicy(PriorityPolicy):
     """Least recently used first: the priority of a block is the time of its last use.
 
     A use covers a path from the root, so that priorities never rise along a path, and every block of an edge has
-    its own: an edge of which only the first half is matched need not be split to remember it.
+    its own: an edge of which only the first half is matched need not be split to remember it. A match writes the time
+    and nothing else: a leaf stays filed under the time it had, and is filed anew only when it comes up.
     """
 
     name = "lru"
+    eager = False
 
-    def __init__(self, num_blocks: int) -> None:
-        self.priority = np.zeros(num_blocks, np.int64)
-
-    def on_insert(self, index: Index, now: int) -> None:
+    def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
         fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
         fill(self.priority, index, now)
 
+    def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        fill(self.priority, index, now)
 
-POLICIES = {"lru": LRUPolicy}
+    def num_to_cut(self, leaf: Node, ids: BlockIds) -> int:
+        if len(self._entries) > 1 and self.priority.item(ids.item(0)) <= self._entries[1][0]:
+            return len(ids)  # the first is the one used last
+        return super().num_to_cut(leaf, ids)
 
 
-def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """The policy of that name.
+_POLICIES: dict[str, type[EvictionPolicy]] = {}
+
+
+def register_policy(policy: type[EvictionPolicy]) -> type[EvictionPolicy]:
+    """Make a policy known by its `name`; also a class decorator.
 
     Raises:
-        InvalidRequestError: There is none; the message names those that exist.
+        InvalidRequestError: Another class has that name.
     """
-    if name not in POLICIES:
-        raise InvalidRequestError(f"unknown eviction policy {name!r}: there is {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](num_blocks)
+    known = _POLICIES.setdefault(policy.name, policy)
+    if known is not policy:
+        raise InvalidRequestError(f"{known.__qualname__} is already the eviction policy {policy.name!r}")
+    return policy
 
 
-class LeafOrder:
-    """The leaves of a tree, lowest priority first, with priorities that may be out of date.
+register_policy(LRUPolicy)
 
-    A leaf is filed under the priority its last block had at that time. As it can only have risen since, the
-    first entry, once found to be up to date, is the true minimum. `node.entry` is the entry, or None.
+
+def policy_names() -> list[str]:
+    """Names of all policies that are known, sorted."""
+    return sorted(_POLICIES)
+
+
+def make_policy(policy: str | EvictionPolicy, num_blocks: int) -> EvictionPolicy:
+    """The policy of that name for a pool of so many blocks; or the object itself, if it is one.
+
+    Raises:
+        InvalidRequestError: There is none of that name, and the message names those that exist; or the
+            object was made for a pool of another size.
     """
-
-    def __init__(self) -> None:
-        self._entries: SortedList[Entry] = SortedList()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, node: Node, priority: int) -> None:
-        """File a leaf, which is not filed yet. `node.serial` breaks ties, so that nodes are never compared."""
-        node.entry = entry = (priority, node.serial, node)
-        self._entries.add(entry)
-
-    def remove(self, node: Node) -> None:
-        """Take a leaf out, wherever it is."""
-        self._entries.remove(node.entry)
-        node.entry = None
-
-    def first(self) -> Node | None:
-        """The leaf filed under the lowest priority, or None if there is no leaf."""
-        return self._entries[0][2] if self._entries else None
-
-    def second_priority(self) -> int:
-        """The priority that the second leaf is filed under, `NEVER` if there is no other."""
-        return self._entries[1][0] if len(self._entries) > 1 else NEVER
-
-    def pop_first(self) -> None:
-        """Take the leaf out that `first` named."""
-        self._entries.pop(0)[2].entry = None
-
-    def nodes(self) -> list[Node]:
-        """All leaves, in order."""
-        return [entry[2] for entry in self._entries]
+    if isinstance(policy, EvictionPolicy):
+        if policy.num_blocks != num_blocks:
+            raise InvalidRequestError(
+                f"this {policy.name} policy was made for {policy.num_blocks} blocks, the pool has {num_blocks}"
+            )
+        return policy
+    if policy not in _POLICIES:
+        raise InvalidRequestError(f"unknown eviction policy {policy!r}: there is {', '.join(policy_names())}")
+    return _POLICIES[policy](num_blocks)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radixkv.core.block_pool import States
 from radixkv.core.block_states import ID_BYTES, REFERENCE, BlockIds, Index
 from radixkv.core.errors import InvalidRequestError
 from radixkv.core.match import InsertResult
@@ -29,7 +30,7 @@ _Place = tuple[
 
 def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: bytes) -> InsertResult:
     """`RadixTree.insert`, under the lock, with what it has made of its arguments."""
-    pool, priority, block_bytes = tree._pool, tree._policy.priority, tree._block_bytes
+    pool, policy, block_bytes = tree._pool, tree._policy, tree._block_bytes
     data = token_bytes(array)
     root = tree._roots.get(namespace) or Root(namespace, tree._next_serial())
     node, child, matched, grows, old_tail, have, known = _place(tree, root, data)
@@ -62,17 +63,20 @@ def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: 
         require_non_negative(array[known // TOKEN_BYTES :])
         if same < num_fresh:
             index, state = pool.look_up_private(unknown)
-            if len(replaced) and not isinstance(state, int) and np.maximum.reduce(state) > REFERENCE:
-                unknown = unknown[: int((state > REFERENCE).argmax())]
-                index, state = pool.index(unknown), state[: len(unknown)]
+            num_sound = _num_sound(tree, unknown, state, len(replaced) > 0)
+            if num_sound < len(unknown):
+                unknown = unknown[:num_sound]
+                index, state = pool.look_up_private(unknown)
                 num_fresh = same + len(unknown)
                 fresh = fresh[:num_fresh]
     num_new = num_fresh - same
     stop = min(len(data), (num_have + num_fresh) * block_bytes)
+    path = array[: stop // TOKEN_BYTES]
 
     # Nothing can fail from here on.
-    if not num_have or priority.item(last) < tree._now:
-        tree._now += 1  # else this is the request that matched last: one use, one time
+    new_use = not num_have or last != tree._tip
+    if new_use:
+        tree._now += 1  # else this is the request that was there last: one use, one time
     now = tree._now
     if len(replaced):
         pool.hold(pool.index(replacing))
@@ -80,13 +84,14 @@ def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: 
     if num_fresh:
         if num_new:
             pool.cache(unknown, index, state, -(stop // TOKEN_BYTES) % tree._block_size)
-            tree._policy.on_insert(index, now)
+            policy.on_insert(index, num_have + same, path, root.seed, now)
         if same:
             rows = stop // TOKEN_BYTES - num_have * tree._block_size
             pool.grow(old_tail, min(rows, tree._block_size))
-            tree._policy.on_use([(old_tail, old_tail + 1)], now)
+            policy.on_use([(old_tail, old_tail + 1)], now)
         if grows is not None:
-            _grow(tree, root, grows, data[known:stop], fresh, -1 if same else old_tail)
+            leaf = grows
+            _grow(tree, root, leaf, data[known:stop], fresh, -1 if same else old_tail)
         else:
             if child is not None:
                 node = tree._split(root, child, matched // block_bytes)
@@ -94,18 +99,45 @@ def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: 
                 tree._roots[namespace] = root
             runs = index if isinstance(index, list) and not same else None
             edge, blocks = bytearray(data[known:stop]), bytearray(fresh.data)
-            tree._add_child(root, node, edge, blocks, runs, now)
+            leaf = tree._add_child(root, node, edge, blocks, runs)
+        leaf.used_at = tree._clock()
+        for listener in tree._listeners:
+            listener.on_stored(namespace, path, num_have, fresh)
     if num_have:
         # A request that matched and computes the rest: its table is often released next.
         continues = have == tree._matched[0]
-        if priority.item(last) < now or continues:
+        if new_use or continues:
             above = tree._matched[1] if continues else pool.index(np.frombuffer(have, np.int32))
-            if priority.item(last) < now:
-                tree._policy.on_use(above, now)
+            if new_use:
+                policy.on_use(above, now)
+                if policy.eager and not num_fresh:
+                    tree._refile_tip(node if child is None else child, last)
             is_all = num_have + num_new == len(given) and result is given
             if continues and is_all and isinstance(above, list) and isinstance(index, list):
                 pool.remember(given, above + index)
+    tree._tip = result.item(stop // block_bytes - 1) if stop >= block_bytes else -1
     return InsertResult(result, num_new, len(replaced), (stop - known) // TOKEN_BYTES if num_fresh else 0)
+
+
+def _num_sound(tree: RadixTree, unknown: BlockIds, state: States, replaces: bool) -> int:
+    """How many of the blocks that are new to the tree it may take over.
+
+    A fork that shares a block behind one that is being replaced does not hold the replacement, now or in later
+    inserts: such a block is estranged, until nobody but the caller holds it.
+    """
+    estranged = tree._estranged
+    if isinstance(state, int):  # the caller alone holds them
+        if estranged:
+            estranged.difference_update(unknown.tolist())
+        return len(unknown)
+    shared = state > REFERENCE
+    if estranged:
+        estranged.difference_update(unknown[~shared].tolist())
+    if replaces:
+        estranged.update(unknown[shared].tolist())
+    else:
+        shared &= [block in estranged for block in unknown.tolist()]
+    return int(shared.argmax()) if shared.any() else len(unknown)
 
 
 def _place(tree: RadixTree, root: Root, data: memoryview) -> _Place:
@@ -130,7 +162,7 @@ def _place(tree: RadixTree, root: Root, data: memoryview) -> _Place:
             near, common = tree._closest(node, data[start:])
             if near is not None and common == stop - start:  # a tail that is a prefix
                 pieces.append(near.blocks[:ID_BYTES])
-                known = stop
+                child, known = near, stop
             elif near is not None and common == len(near.edge):  # a shorter tail
                 grows = near
                 known += common
@@ -163,7 +195,10 @@ def _grow(
     if len(leaf.edge) % tree._block_bytes:
         del leaf.blocks[-ID_BYTES:]
     if replaced_tail >= 0:
+        tree._policy.on_drop(np.array([replaced_tail], np.int32))
         tree._pool.uncache(replaced_tail)
+        for listener in tree._listeners:
+            listener.on_removed(np.array([replaced_tail], np.int32))
     leaf.edge += more
     leaf.blocks += fresh.tobytes()
     leaf.runs = None
@@ -176,4 +211,6 @@ def _grow(
             del parent.tails[leaf.serial]
             tree._link(root, parent, leaf)
     if leaf.entry is None:
-        tree._order.add(leaf, tree._now)
+        tree._policy.file(leaf, last_block(leaf))
+    elif tree._policy.eager:
+        tree._policy.refile(leaf, last_block(leaf))

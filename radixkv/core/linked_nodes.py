@@ -1,4 +1,4 @@
-"""Nodes and how they hang together; nothing of pools, references or recency."""
+"""Nodes and how they hang together; nothing of pools or references."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sortedcontainers import SortedDict
 
 from radixkv.core import hashing
 from radixkv.core.block_states import ID_BYTES, Run, joined, leading, trailing
-from radixkv.core.eviction import LeafOrder
-from radixkv.core.node import Node, Root, children, common_bytes, common_key_bytes, sort_key
+from radixkv.core.eviction import EvictionPolicy
+from radixkv.core.node import Node, Root, children, common_bytes, common_key_bytes, last_block, sort_key
 from radixkv.core.tokens import TOKEN_BYTES
 
 # A node left with one child is merged with it up to this length, so that a path whose branches were all evicted
@@ -25,14 +25,15 @@ class LinkedNodes:
 
     Args:
         block_size: Tokens in a block.
+        policy: Who new leaves are filed with.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
         self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
         self._hash: Callable[[Any, int], int] = hashing.block_hash
         self._roots: dict[bytes, Root] = {}
-        self._order = LeafOrder()
+        self._policy = policy
         self._serial = 0
         self._num_nodes = self._num_leaves = 0
 
@@ -101,9 +102,8 @@ class LinkedNodes:
         edge: bytearray,
         blocks: bytearray,
         runs: list[Run] | None,
-        priority: int,
-    ) -> None:
-        """A new leaf below `parent`, filed under a priority."""
+    ) -> Node:
+        """A new leaf below `parent`, filed."""
         child = Node(parent, edge, blocks, self._next_serial(), runs)
         self._link(root, parent, child)
         parent.num_children += 1
@@ -111,7 +111,8 @@ class LinkedNodes:
             parent.index[sort_key(edge[: self._block_bytes])] = child
         self._num_nodes += 1
         self._num_leaves += 1
-        self._order.add(child, priority)
+        self._policy.file(child, last_block(child))
+        return child
 
     def _split(self, root: Root, node: Node, num_blocks: int) -> Node:
         """Cut a node after `num_blocks` of its blocks; the new upper part. The lower part stays `node`."""
@@ -124,6 +125,7 @@ class LinkedNodes:
             self._next_serial(),
             leading(node.runs, num_blocks),
         )
+        upper.num_hits, upper.used_at = node.num_hits, node.used_at
         self._replace_child(node, upper)
         # Cut off in front without a copy, except where more would be cut than stays.
         del node.edge[:at]
@@ -145,6 +147,8 @@ class LinkedNodes:
         child.blocks = node.blocks + child.blocks
         child.runs = joined([node.runs, child.runs])
         child.parent = node.parent
+        child.num_hits = max(child.num_hits, node.num_hits)
+        child.used_at = max(child.used_at, node.used_at)
         self._replace_child(node, child)
         node.parent = None
         self._num_nodes -= 1

@@ -27,12 +27,21 @@ class Match:
         blocks: `int32[...]`, the wholly matched blocks.
         tail: Block and number of its leading rows that match beyond `blocks`, or None.
         tree: The tree it came from.
+        note: What a listener of the tree had to say about the request, or None.
     """
 
-    __slots__ = ("_held", "_released", "blocks", "num_tokens", "tail", "tree")
+    __slots__ = ("_held", "_released", "blocks", "note", "num_tokens", "tail", "tree")
 
-    def __init__(self, tree: RadixTree, num_tokens: int, held: BlockIds, tail: Tail | None) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        num_tokens: int,
+        held: BlockIds,
+        tail: Tail | None,
+        note: object | None = None,
+    ) -> None:
         self.tree = tree
+        self.note = note
         self.num_tokens = num_tokens
         self.tail = tail
         self._held = held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from sortedcontainers import SortedDict
@@ -30,11 +31,13 @@ class Node:
         "index",
         "next",
         "num_children",
+        "num_hits",
         "parent",
         "parked",
         "runs",
         "serial",
         "tails",
+        "used_at",
     )
 
     def __init__(
@@ -57,8 +60,10 @@ class Node:
         self.tails: dict[int, Node] | None = None  # children that are nothing but a tail, by serial
         self.num_children = 0
         self.index: SortedDict[bytes, Node] | None = None  # children by first block, once somebody needed it
-        self.entry: tuple[int, int, Node] | None = None  # in the leaf order
+        self.entry: Any = None  # note of the eviction policy on a leaf that it has filed
         self.parked = False  # a leaf whose last block others hold, waiting for `pool.take_woken`
+        self.num_hits = 0  # requests that matched into the edge
+        self.used_at = 0.0  # time.monotonic() of the last match or insert
 
 
 class Root(Node):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.core import hashing
 from radixkv.core.block_pool import BlockPool, as_block_ids
@@ -23,9 +25,10 @@ from radixkv.core.block_states import (
     trailing,
 )
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
-from radixkv.core.eviction import make_policy
+from radixkv.core.eviction import EvictionPolicy, make_policy
 from radixkv.core.insertion import insert_path
 from radixkv.core.linked_nodes import LinkedNodes
+from radixkv.core.listener import TreeListener
 from radixkv.core.match import InsertResult, Match, Tail
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.node import Node, Root, below, children, last_block
@@ -45,6 +48,10 @@ class NodeInfo:
         tokens: `int64[...]`, the tokens on the edge.
         blocks: `int32[ceil(len(tokens) / block_size)]`.
         num_children: 0 for a leaf.
+        parent: Number of its parent among the nodes that `nodes()` gave before it; -1 at the root.
+        references: `int32[...]`, holders of each block, the tree among them: 1 means that it can be evicted.
+        num_hits: Requests that matched into the edge. Where an edge was split, both parts keep the number.
+        used_at: `time.monotonic()` of the last match or insert that touched it, in seconds.
     """
 
     namespace: bytes
@@ -52,6 +59,10 @@ class NodeInfo:
     tokens: TokenArray
     blocks: BlockIds
     num_children: int
+    parent: int
+    references: npt.NDArray[np.int32]
+    num_hits: int
+    used_at: float
 
 
 class RadixTree(LinkedNodes):
@@ -70,8 +81,8 @@ class RadixTree(LinkedNodes):
        first block would say nothing new.)
     4. Only leaves may end in a tail; a node that is not a root owns at least one block, a root at least one
        child.
-    5. Every leaf is either in the eviction order, under a priority not above its own, or parked under its
-       last block, which others hold and the pool watches.
+    5. Every leaf is either filed with the eviction policy or parked under its last block, which others hold and the
+       pool watches.
     6. `num_cached_* == num_evictable_* + num_pinned_*`, in blocks and in tokens.
 
     Costs: `match` and `insert` are one hash and one memcmp for each edge passed, and a constant number of numpy
@@ -81,23 +92,30 @@ class RadixTree(LinkedNodes):
     Args:
         pool: The pool of the blocks; a pool takes one tree.
         block_size: Tokens in a block.
-        policy: Who is evicted first; only "lru" exists.
+        policy: Who is evicted first: the name of a policy (`policy_names()`), or one made for this pool.
+
+    Raises:
+        InvalidRequestError: The block size or the policy makes no sense, or the pool has a tree already.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int = 16, policy: str = "lru") -> None:
+    def __init__(self, pool: BlockPool, block_size: int = 16, policy: str | EvictionPolicy = "lru") -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)) or block_size < 1:
             raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
-        super().__init__(int(block_size))
-        self._policy = make_policy(policy, pool.num_blocks)
+        super().__init__(int(block_size), make_policy(policy, pool.num_blocks))
+        self._policy.bind(self._block_size)
         pool.attach_tree(self, self._block_size)
         self._pool = pool
         self._parked: dict[int, Node] = {}  # by last block
+        self._estranged: set[int] = set()  # uncached blocks whose holders do not all hold their path
         self._now = 0
         self._matched: tuple[bytes, Index] = (
             b"",
             [],
         )  # what the last match found, which is often inserted next
-        self._num_evicted = 0
+        self._tip = -1  # last whole block of the path that was matched or inserted last
+        self._num_evicted = self._num_evicted_tokens = 0
+        self._listeners: tuple[TreeListener, ...] = ()
+        self._clock = time.monotonic
         self._checks = pool._checks
 
     def __repr__(self) -> str:
@@ -165,13 +183,36 @@ class RadixTree(LinkedNodes):
 
     @property
     def num_evicted_blocks_total(self) -> int:
-        """Blocks that `evict` freed since the tree was made."""
+        """Blocks evicted since the tree was made."""
         return self._num_evicted
+
+    @property
+    def num_evicted_tokens_total(self) -> int:
+        """Filled rows of those blocks."""
+        return self._num_evicted_tokens
+
+    # -- watching --------------------------------------------------------------------------------------------
+
+    def add_listener(self, listener: TreeListener) -> None:
+        """Let an object hear of what happens from now on."""
+        with self._pool.lock:
+            self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: TreeListener) -> None:
+        """Stop telling it; nothing happens if it does not listen."""
+        with self._pool.lock:
+            self._listeners = tuple(known for known in self._listeners if known is not listener)
 
     # -- matching --------------------------------------------------------------------------------------------
 
     def match(
-        self, tokens: Any, namespace: Namespace = b"", *, max_tokens: int | None = None, partial: bool = True
+        self,
+        tokens: Any,
+        namespace: Namespace = b"",
+        *,
+        max_tokens: int | None = None,
+        partial: bool = True,
+        again: bool = False,
     ) -> Match:
         """The longest cached prefix, held: one reference on each of its blocks.
 
@@ -182,6 +223,8 @@ class RadixTree(LinkedNodes):
             namespace: What must be equal beside the tokens.
             max_tokens: Upper limit of the hit, such as `len(tokens) - 1` where the last token must be computed.
             partial: Match token by token; else whole blocks only, without a tail.
+            again: This request matched before, and waited or was paused since: its blocks count as recently
+                used, but it is not counted as one more request that uses them.
 
         Raises:
             InvalidRequestError: Tokens, namespace or limit make no sense.
@@ -191,23 +234,57 @@ class RadixTree(LinkedNodes):
         canonical = canonical_namespace(namespace)
         pool = self._pool
         with pool.lock:
-            ids, rows, runs = self._find(array, canonical, limit, partial)
+            ids, rows, runs, nodes = self._find(array, canonical, limit, partial)
             num_tokens = len(ids) // ID_BYTES * self._block_size
             if rows:
                 num_tokens += rows - self._block_size
             require_non_negative(array[num_tokens:])  # what is cached was checked when it was inserted
-            if not ids:
-                return Match(self, 0, np.empty(0, np.int32), None)
-            held = np.frombuffer(ids, np.int32)
-            index = pool.index(held) if runs is None else runs
-            pool.hold_path(held, index)
-            self._now += 1
-            self._policy.on_use(index, self._now)
-            if isinstance(index, list):
-                self._matched = bytes(ids), index
+            held = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
+            index: Index = pool.index(held) if runs is None else runs
+            if ids:
+                pool.hold_path(held, index)
+                if isinstance(index, list):
+                    self._matched = bytes(ids), index
+            self._count_use(canonical, array, held, index, nodes, again)
+            num_whole = len(held) - (rows > 0)
+            self._tip = held.item(num_whole - 1) if num_whole else -1
+            note = None
+            for listener in self._listeners:
+                said = listener.on_matched(canonical, array, num_tokens, limit, again)
+                note = said if note is None else note
             if self._checks:
                 self.check()
-            return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None)
+            return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None, note)
+
+    def _count_use(
+        self,
+        namespace: bytes,
+        array: TokenArray,
+        held: BlockIds,
+        index: Index,
+        nodes: list[Node],
+        again: bool,
+    ) -> None:
+        policy = self._policy
+        self._now = now = self._now + 1
+        if again:
+            policy.on_use(index, now)
+        else:
+            root = self._roots.get(namespace)
+            seed = hashing.namespace_seed(namespace) if root is None else root.seed
+            policy.on_request(index, len(held), array, seed, now)
+        if nodes:
+            moment = self._clock()
+            for node in nodes:
+                node.used_at = moment
+                node.num_hits += not again
+            if policy.eager:
+                self._refile_tip(nodes[-1], held.item(-1))
+
+    def _refile_tip(self, node: Node, last: int) -> None:
+        """After a use of a path that ends in block `last` of a node: file it anew, if it is a leaf that ends there."""
+        if node.entry is not None and last_block(node) == last:
+            self._policy.refile(node, last)
 
     def match_length(
         self, tokens: Any, namespace: Namespace = b"", *, max_tokens: int | None = None, partial: bool = True
@@ -216,18 +293,18 @@ class RadixTree(LinkedNodes):
         array = to_int64(tokens)
         limit = len(array) if max_tokens is None else _limit(array, max_tokens)
         with self._pool.lock:
-            ids, rows, _ = self._find(array, canonical_namespace(namespace), limit, partial)
+            ids, rows, _, _ = self._find(array, canonical_namespace(namespace), limit, partial)
         num_tokens = (len(ids) // ID_BYTES - (rows > 0)) * self._block_size + rows
         require_non_negative(array[num_tokens:])
         return num_tokens
 
     def _find(
         self, array: TokenArray, namespace: bytes, limit: int, partial: bool
-    ) -> tuple[bytearray, int, list[Run] | None]:
-        """Ids (int32, as bytes) that match, the rows of the last one if it is a tail, else 0, and their runs."""
+    ) -> tuple[bytearray, int, list[Run] | None, list[Node]]:
+        """Ids (int32, as bytes) that match, the rows of the last one if it is a tail, else 0, their runs and nodes."""
         root = self._roots.get(namespace)
         if root is None or limit < (1 if partial else self._block_size):
-            return bytearray(), 0, None
+            return bytearray(), 0, [], []
         data = token_bytes(array)
         path, node, start, child, matched = self._walk(root, data, limit * TOKEN_BYTES)
         pieces = [n.blocks for n in path]
@@ -240,6 +317,7 @@ class RadixTree(LinkedNodes):
             num = num_whole + (rows > 0)
             pieces.append(child.blocks[: num * ID_BYTES])
             runs.append(leading(child.runs, num))
+            path.append(child)
         elif start % self._block_bytes:  # the path ends in a leaf with a tail
             if partial:
                 rows = start % self._block_bytes // TOKEN_BYTES
@@ -252,7 +330,8 @@ class RadixTree(LinkedNodes):
                 rows = matched // TOKEN_BYTES
                 pieces.append(child.blocks[:ID_BYTES])
                 runs.append(leading(child.runs, 1))
-        return bytearray().join(pieces), rows, joined(runs) if few else None
+                path.append(child)
+        return bytearray().join(pieces), rows, joined(runs) if few else None, path
 
     # -- inserting -------------------------------------------------------------------------------------------
 
@@ -265,8 +344,9 @@ class RadixTree(LinkedNodes):
         cached one. The other way round, a fuller last block replaces a cached tail with the same leading tokens:
         the tree lets go of the tail. Counts as a use of the whole path.
 
-        One exception keeps references from rising along a path: if some block was replaced, then from the first
-        new block on that others (a fork) hold too, nothing is cached; they do not hold the replacement.
+        One exception keeps references from rising along a path: if some block was replaced, now or before, then
+        from the first new block on that others (a fork) hold too, nothing is cached; they do not hold the
+        replacement.
 
         Args:
             tokens: The tokens from position 0 on whose KV is written.
@@ -315,42 +395,53 @@ class RadixTree(LinkedNodes):
 
     def _evict(self, num_blocks: int) -> list[tuple[BlockIds, Index]]:
         """Cut off what `evict` is to free. The pool still takes it for cached, which the caller must change."""
-        order, priority, pool = self._order, self._policy.priority, self._pool
+        policy, pool = self._policy, self._pool
         self._refile_woken()
         gone: list[tuple[BlockIds, Index]] = []
+        policy.begin()
         while num_blocks:
-            leaf = order.first()
+            leaf = policy.first()
             if leaf is None:
                 break
             ids = np.frombuffer(leaf.blocks[-ID_BYTES * num_blocks :], np.int32)
-            num = len(ids)
             last = ids.item(-1)
             if not pool.is_idle(last):
-                order.pop_first()
+                policy.unfile(leaf)
                 self._park(leaf, last)
                 continue
-            bound = order.second_priority()
-            if priority.item(last) > bound:
-                order.pop_first()
-                order.add(leaf, priority.item(last))
+            num = policy.num_to_cut(leaf, ids)
+            if not num:
                 continue
-            # The leaf stays first while its last block is not above the second leaf: all may go that are
-            # not, up to the first that may not. Priorities are monotone along an edge.
-            if priority.item(ids.item(0)) > bound:
-                num = int((priority[ids] <= bound)[::-1].argmin())
-                ids = ids[len(ids) - num :]
+            ids = ids[len(ids) - num :]
             index: Index = trailing(leaf.runs, num) or pool.index(ids)
             num = pool.idle_suffix(ids, index)
             if num < len(ids):
                 ids = ids[len(ids) - num :]
                 index = pool.index(ids)
-            if num * ID_BYTES == len(leaf.blocks):
-                order.pop_first()
-            self._trim(leaf, num)
+            gap = -len(leaf.edge) % self._block_bytes
+            self._num_evicted_tokens += num * self._block_size - gap // TOKEN_BYTES
+            policy.on_evict(ids)
+            self._cut(leaf, ids)
             gone.append((ids, index))
             num_blocks -= num
             self._num_evicted += num
+        policy.end()
         return gone
+
+    def _cut(self, leaf: Node, ids: BlockIds) -> None:
+        """Take its last blocks off a filed leaf: out of the tree and its order, and tell the listeners."""
+        if len(ids) * ID_BYTES == len(leaf.blocks):
+            self._policy.unfile(leaf)
+            self._remove_leaf(leaf)
+        else:
+            keep = len(leaf.blocks) - len(ids) * ID_BYTES
+            del leaf.edge[keep // ID_BYTES * self._block_bytes :]
+            del leaf.blocks[keep:]
+            leaf.runs = leading(leaf.runs, keep // ID_BYTES)
+            if self._policy.eager:
+                self._policy.refile(leaf, last_block(leaf))
+        for listener in self._listeners:
+            listener.on_removed(ids)
 
     def allocate(self, n: int) -> BlockIds:
         """`pool.allocate(n)`, after evicting what is missing.
@@ -407,14 +498,21 @@ class RadixTree(LinkedNodes):
                 raise InvalidRequestError(f"{held} cached blocks are in use: release them, then clear")
             for node in nodes:
                 if node.entry is not None:
-                    self._order.remove(node)
+                    self._policy.unfile(node)
                 self._unpark(node)
                 self._num_leaves -= node.num_children == 0
             self._num_nodes -= len(nodes)
             for root in roots:
                 del self._roots[root.namespace]
             if len(ids):
+                self._policy.on_drop(ids)
                 self._pool.drop_idle(ids, index)
+                self._tip = -1
+            for listener in self._listeners:
+                if keys is None:
+                    listener.on_cleared()
+                elif len(ids):
+                    listener.on_removed(ids)
             if self._checks:
                 self.check()
             return len(ids)
@@ -442,9 +540,8 @@ class RadixTree(LinkedNodes):
                     if num:
                         parent = leaf.parent
                         gone = ids[len(ids) - num :]
-                        if num == len(ids):
-                            self._order.remove(leaf)
-                        self._trim(leaf, num)
+                        self._policy.on_drop(gone)
+                        self._cut(leaf, gone)
                         self._pool.drop_idle(gone, self._pool.index(gone))
                         freed += num
                         if num == len(ids) and parent is not None and parent.entry is not None:
@@ -452,18 +549,6 @@ class RadixTree(LinkedNodes):
             if self._checks:
                 self.check()
             return freed
-
-    def _trim(self, leaf: Node, num_blocks: int) -> None:
-        """Cut off the last blocks of a leaf; a leaf that has no others is out of the order, and goes too."""
-        keep = len(leaf.blocks) - num_blocks * ID_BYTES
-        if keep:
-            keep_bytes = keep // ID_BYTES * self._block_bytes
-            # Its entry in the order is now too low at worst, and will be corrected when it comes up.
-            del leaf.edge[keep_bytes:]
-            del leaf.blocks[keep:]
-            leaf.runs = leading(leaf.runs, keep // ID_BYTES)
-        else:
-            self._remove_leaf(leaf)
 
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -480,7 +565,7 @@ class RadixTree(LinkedNodes):
                 parent.index = None
                 self._num_leaves += 1
                 last = last_block(parent)
-                self._order.add(parent, self._policy.priority.item(last))
+                self._policy.file(parent, last)
         elif parent.num_children == 1:
             parent.index = None
             if not isinstance(parent, Root):
@@ -503,20 +588,33 @@ class RadixTree(LinkedNodes):
             leaf = self._parked.get(block)
             if leaf is not None:
                 self._unpark(leaf)
-                self._order.add(leaf, self._policy.priority.item(block))
+                self._policy.file(leaf, block)
 
     # -- inspection ------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[NodeInfo]:
         """Copies of all nodes, parents before children. Meant for inspection while nobody changes the tree."""
+        number = 0
         for root in list(self._roots.values()):
-            todo = [(child, 0) for child in children(root)]
+            todo = [(child, 0, -1) for child in children(root)]
             while todo:
-                node, start = todo.pop()
+                node, start, parent = todo.pop()
                 tokens = np.frombuffer(bytes(node.edge), np.int64)
                 ids = np.frombuffer(bytes(node.blocks), np.int32)
-                yield NodeInfo(root.namespace, start, tokens, ids, node.num_children)
-                todo += [(child, start + len(tokens)) for child in children(node)]
+                references = self._pool._state[ids] >> 1
+                yield NodeInfo(
+                    root.namespace,
+                    start,
+                    tokens,
+                    ids,
+                    node.num_children,
+                    parent,
+                    references,
+                    node.num_hits,
+                    node.used_at,
+                )
+                todo += [(child, start + len(tokens), number) for child in children(node)]
+                number += 1
 
     def content_hashes(self, tokens: Any, namespace: Namespace = b"") -> list[bytes]:
         """Chained 128-bit content addresses of the whole blocks of `tokens`; see `ContentHasher`."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from radixkv.core.block_states import CACHED, ID_BYTES
 from radixkv.core.errors import CacheCorruptionError
+from radixkv.core.eviction import LRUPolicy
 from radixkv.core.node import Node, Root, below, children, sort_key
 from radixkv.core.tokens import TOKEN_BYTES
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def check_nodes(tree: RadixTree) -> None:
     """Raise `CacheCorruptionError`, with values, at the first of the tree's invariants that is broken."""
-    pool, priority = tree._pool, tree._policy.priority
+    pool, policy = tree._pool, tree._policy
     owner: dict[int, int] = {}
     num_nodes = num_leaves = 0
     num_filed = num_parked = 0
@@ -55,8 +56,10 @@ def check_nodes(tree: RadixTree) -> None:
                 raise CacheCorruptionError(
                     f"tree invariant 2: {where}: references rise, {(pool._state[chain] >> 1).tolist()[:8]}"
                 )
-            if tree.policy == "lru" and (np.diff(priority[chain]) > 0).any():
-                raise CacheCorruptionError(f"lru: {where}: last use rises, {priority[chain].tolist()[:8]}")
+            if isinstance(policy, LRUPolicy) and (np.diff(policy.priority[chain]) > 0).any():
+                raise CacheCorruptionError(
+                    f"lru: {where}: last use rises, {policy.priority[chain].tolist()[:8]}"
+                )
             _check_children(tree, root, node)
             last = int(ids[-1])
             if node.num_children:
@@ -68,15 +71,15 @@ def check_nodes(tree: RadixTree) -> None:
             num_parked += node.parked
             if (node.entry is None) != node.parked:
                 raise CacheCorruptionError(f"tree invariant 5: leaf {where} is not filed once")
-            if node.entry is not None and (node.entry[1] != node.serial or node.entry[0] > priority[last]):
-                raise CacheCorruptionError(f"tree invariant 5: leaf {where} is filed under {node.entry[0]}")
+            if node.entry is not None:
+                policy.check(node, last)
             if node.parked and (
                 tree._parked.get(last) is not node or not (pool._watched[last] or last in woken)
             ):
                 raise CacheCorruptionError(f"tree invariant 5: leaf {where} is parked, but not watched")
     if len(owner) != pool.num_cached:
         raise CacheCorruptionError(f"tree invariant 1: {len(owner)} on edges, {pool.num_cached} in the pool")
-    have = (tree._num_nodes, tree._num_leaves, len(tree._order), len(tree._parked))
+    have = (tree._num_nodes, tree._num_leaves, policy.num_filed(), len(tree._parked))
     true = (num_nodes, num_leaves, num_filed, num_parked)
     if have != true:
         raise CacheCorruptionError(f"tree: nodes, leaves, filed, parked are {have}, recount {true}")

@@ -136,6 +136,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree._hash = lambda data, seed: 7
         self.model = TreeModel(num_blocks, block_size)
         self.matches: list[tuple] = []
+        self.estranged = set()
         self.tables: list[list] = []  # [namespace, tokens, blocks]
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -189,6 +190,13 @@ class TreeMachine(RuleBasedStateMachine):
             model.held[block] += 1
         return ids.tolist()
 
+    def note_estranged(self, unknown, replaced):
+        """Blocks that a fork shares behind one that was replaced: the fork does not hold the replacement."""
+        shared = {block for block in unknown if self.model.held[block] > 1}
+        self.estranged -= set(unknown) - shared
+        if replaced:
+            self.estranged |= shared
+
     def insert_both(self, space, tokens, given):
         """Insert; returns the table to go on with."""
         model, size = self.model, self.model.block_size
@@ -222,7 +230,9 @@ class TreeMachine(RuleBasedStateMachine):
                 shorter = [k for k in children if common(k[1][i * size :], mine) == len(k[1]) - i * size]
                 assert len(shorter) <= 1, "two tails, one a prefix of the other"
                 grown = bool(shorter) and model.entries[shorter[0]].block == block
-                if replaced and model.held[block] > 1 and not grown:
+                if not grown:
+                    self.note_estranged(given[i:], bool(replaced))
+                if block in self.estranged and not grown:
                     stopped = True
                     expect.append(block)
                     continue
@@ -603,7 +613,7 @@ def test_pinned_leaves_are_looked_at_once():
         store(tree, [i])
     leases = [tree.match([i]) for i in range(19)]
     assert tree.evict(5) == 1
-    assert len(tree._order) == 0
+    assert tree._policy.num_filed() == 0
     assert len(tree._parked) == 19
     leases[7].release()
     leases[3].release()
@@ -724,7 +734,7 @@ def test_a_million_blocks():
 
 
 def leaf(tree):
-    return tree._order.nodes()[0]
+    return tree._policy.first()
 
 
 @pytest.mark.parametrize(
@@ -737,7 +747,7 @@ def leaf(tree):
         lambda t: setattr(leaf(t), "hash", 5),
         lambda t: setattr(leaf(t), "parked", True),
         lambda t: setattr(leaf(t), "parent", t._roots[b""]),
-        lambda t: t._order.remove(leaf(t)),
+        lambda t: t._policy.unfile(leaf(t)),
         lambda t: t._policy.priority.__setitem__(0, -5),
         lambda t: t._policy.priority.fill(0),
         lambda t: setattr(t, "_num_nodes", 99),
@@ -828,3 +838,26 @@ class TestRunsOfFewBlocks:
 
     def test_any_order_of_calls(self):
         run_state_machine_as_test(TreeMachine)
+
+
+@pytest.mark.parametrize("fork_ends", [True, False])
+def test_a_block_that_a_fork_shares_behind_a_duplicate_is_not_cached_later_either(fork_ends):
+    pool = BlockPool(4)
+    tree = RadixTree(pool, 1)
+    pool.release(tree.insert([0], pool.allocate(1)).blocks)
+    fork = pool.allocate(2)
+    pool.retain(fork)
+    mine = tree.insert([0, 0], fork).blocks  # the fork still holds its duplicate of block 0
+    assert tree.num_cached_blocks == 1
+    if fork_ends:
+        pool.release(fork)
+    mine = np.concatenate((mine, pool.allocate(1)))
+    mine = tree.insert([0, 0, 0], mine).blocks
+    tree.check()
+    assert tree.num_cached_blocks == (3 if fork_ends else 1)
+    pool.release(mine)
+    tree.check()
+    assert tree.evict(3) == (3 if fork_ends else 1)
+    if not fork_ends:
+        pool.release(fork)
+    assert pool.num_free == 4

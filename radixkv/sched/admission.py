@@ -105,7 +105,13 @@ class Admission:
         tokens = seq._tokens
         held, tail, start = _NO_BLOCKS, None, 0
         if books.config.share_prefixes:
-            match = books.tree.match(tokens, seq.request.namespace, max_tokens=len(tokens) - 1)
+            request = seq.request
+            match = books.tree.match(
+                tokens, request.namespace, max_tokens=len(tokens) - 1, again=request._asked
+            )
+            request._asked = True
+            if request._first is None:
+                request.note = match.note
             tail, start = match.tail, match.num_tokens
             plan.held = held = match.take_all()
             if seq._host is None:

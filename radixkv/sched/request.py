@@ -32,9 +32,12 @@ class Request:
         arrival: Rank among all requests, from 0.
         sequences: Its sequences, all of them from the start; forks are appended.
         num_cached_tokens: Prompt tokens that were cached when it was first admitted; 0 before.
+        note: What a listener of the tree said of it (`Match.note`) when it was first admitted, or looked up
+            before that; else None.
     """
 
     __slots__ = (
+        "_asked",
         "_canonical",
         "_counted",
         "_first",
@@ -42,6 +45,7 @@ class Request:
         "max_new_tokens",
         "n",
         "namespace",
+        "note",
         "num_cached_tokens",
         "rid",
         "sequences",
@@ -64,6 +68,8 @@ class Request:
         self.arrival = arrival
         self.sequences: list[Sequence] = []
         self.num_cached_tokens = 0
+        self.note: object | None = None
+        self._asked = False  # whether the tree was asked for its prefix before
         self._first: Sequence | None = None  # the one whose admission counts as the request's
         self._counted = False  # that admission is in the statistics
         self.set_namespace(namespace)

@@ -431,7 +431,7 @@ class PrefixCache:
         try:
             with self._lock:
                 generation = self._generation
-                match = self.tree.match(tokens, key, partial=False)
+                match = self.tree.match(tokens, key, partial=False, again=True)
                 known = match.num_tokens
                 held = match.take()
                 if known == len(tokens) or known < source.first_position:

@@ -56,7 +56,7 @@ class ContentHasher:
         if len(self._pending):
             array = np.concatenate((self._pending, array))
         num_whole = len(array) // self.block_size
-        fresh = _chain(self._parent, array, num_whole, self.block_size)
+        fresh = chain_digests(self._parent, array, num_whole, self.block_size)
         self._pending = array[num_whole * self.block_size :].copy()
         if fresh:
             self._parent = fresh[-1]
@@ -74,7 +74,8 @@ def root_digest(block_size: int, canonical: bytes) -> bytes:
     return xxhash.xxh3_128_digest(b"radixkv block v1;%d;%b" % (block_size, canonical))
 
 
-def _chain(parent: bytes, array: TokenArray, num_whole: int, block_size: int) -> list[bytes]:
+def chain_digests(parent: bytes, array: TokenArray, num_whole: int, block_size: int) -> list[bytes]:
+    """Content addresses of the first `num_whole` blocks of `array`, which follow the block with address `parent`."""
     if num_whole == 0:
         return []
     data = token_bytes(little_endian(array))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,9 @@ from radixkv.observe.stats import CacheStats, RequestStats, StatsRecorder
 from radixkv.store.kv_store import KVStore
 from radixkv.store.layout import KVLayout
 from radixkv.store.sizing import pick_num_blocks
+
+if TYPE_CHECKING:
+    from radixkv.cache.event_stream import KVEventStream
 
 __all__ = ["KVSource", "Lease", "ModelPlug", "PrefixCache"]
 
@@ -323,6 +326,42 @@ class PrefixCache:
             self._evicted_before = self.tree.num_evicted_blocks_total
             self._recorder.reset()
 
+    def publish_events(
+        self,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        *,
+        replay: str | None = None,
+        http: str | None = None,
+        tokenizer: Any = None,
+        dialect: str = "vllm",
+        **options: Any,
+    ) -> KVEventStream:
+        """Tell routers and viewers what is cached, over ZeroMQ, as vLLM and SGLang do.
+
+        Goes on until the stream is closed or the cache is gone; the stream need not be kept. Tokens are sent in the
+        clear to whoever connects: an endpoint such as `tcp://*:5557` is for a network that you trust.
+
+        Args:
+            endpoint: Where to publish: `tcp://HOST:PORT`, `ipc://PATH` or `inproc://NAME`.
+            replay: Where readers can ask for batches that they missed; None for nowhere.
+            http: `HOST:PORT` where radixview finds the stream; None for nowhere.
+            tokenizer: Turns token ids into text for it.
+            dialect: `"vllm"`, `"sglang"` or `"array"` (what both sent before 2026).
+            options: Further arguments of `KVEventStream`.
+
+        Raises:
+            InvalidRequestError: An option makes no sense, or an endpoint cannot be had; the message says which.
+            ImportError: msgspec or pyzmq is missing.
+        """
+        from radixkv.cache.event_listener import label_of
+        from radixkv.cache.event_stream import KVEventStream
+
+        options.setdefault("medium", "GPU" if self.layout.device.type == "cuda" else "CPU")
+        options.setdefault("label", lambda key: label_of(self._namespace_of(key)))
+        return KVEventStream(
+            self.tree, endpoint, replay=replay, http=http, tokenizer=tokenizer, dialect=dialect, **options
+        )
+
     def check(self) -> None:
         """Verify the books of pool and tree.
 
@@ -477,6 +516,11 @@ class PrefixCache:
         """Say that entries under the tree namespace `key` belong to a user's namespace, so that `clear` finds them."""
         with self._lock:
             self._keys_of.setdefault(canonical_namespace(namespace), set()).add(key)
+
+    def _namespace_of(self, key: bytes) -> bytes:
+        """Canonical namespace of the user that a tree namespace belongs to."""
+        with self._lock:
+            return next((user for user, keys in self._keys_of.items() if key in keys), key)
 
     @property
     def recorder(self) -> StatsRecorder:

@@ -1,0 +1,147 @@
+"""KV events of one tree: listener, publisher and directory together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from radixkv.cache.event_listener import Label, TreeEvents
+from radixkv.core.errors import InvalidRequestError
+from radixkv.core.radix_tree import RadixTree
+from radixkv.observe.kv_discovery import EventDirectory
+from radixkv.observe.kv_messages import KVCacheEvent, pick_dialect
+from radixkv.observe.kv_publisher import EventSource, KVEventPublisher
+
+__all__ = ["KVEventStream"]
+
+
+class KVEventStream:
+    """Publishes what a tree caches, until `close()` or until the tree is gone; also a context manager.
+
+    The first batch says that nothing is cached, and then what is. So does one more whenever a reader subscribes,
+    which therefore need not have been there from the start.
+
+    Made by `PrefixCache.publish_events`; a bare `RadixTree` will do, too.
+
+    Args:
+        tree: What to publish.
+        endpoint: Where to: `tcp://HOST:PORT`, `ipc://PATH` or `inproc://NAME`. It is listened on (see `bind`).
+        replay: Where readers can ask for batches they missed; None for nowhere.
+        http: `HOST:PORT` of a directory for readers such as radixview, see `EventDirectory`; None for none.
+        tokenizer: Turns token ids into text for the directory: has a `decode`, or is called itself.
+        dialect: `"vllm"`, `"sglang"` or `"array"`.
+        hashes: `"uint64"`, `"int64"` or `"bytes"`; None for the dialect's own.
+        medium: Where the KV lies, as readers are told.
+        label: What a tree namespace is called in events; None reads it off the namespace itself.
+        options: Further arguments of `KVEventPublisher`: `topic`, `bind`, `rank`, `buffer_steps`, `buffer_bytes`,
+            `hwm`, `linger_ms`, `announce`.
+
+    Attributes:
+        endpoint: As it came out, port included.
+        replay_endpoint: The same of the replay socket, or None.
+        url: Of the directory, or None.
+
+    Raises:
+        InvalidRequestError: An option makes no sense, or an endpoint cannot be had; the message says which and why.
+        ImportError: msgspec or pyzmq is missing.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        *,
+        replay: str | None = None,
+        http: str | None = None,
+        tokenizer: Any = None,
+        dialect: str = "vllm",
+        hashes: str | None = None,
+        medium: str = "GPU",
+        label: Callable[[bytes], Label] | None = None,
+        **options: Any,
+    ) -> None:
+        self._directory: EventDirectory | None = None
+        try:
+            form = pick_dialect(dialect).hashes if hashes is None else hashes
+            self._events = events = TreeEvents(tree, hashes=form, medium=medium, label=label)
+            self._publisher = KVEventPublisher(
+                endpoint, replay_endpoint=replay, dialect=dialect, source=_source_of(events), **options
+            )
+            if http is not None:
+                try:
+                    self._directory = EventDirectory(
+                        http,
+                        endpoint=self._publisher.endpoint,
+                        topic=options.get("topic", ""),
+                        block_size=tree.block_size,
+                        detokenize=_decoder(tokenizer),
+                    )
+                except BaseException:
+                    self._publisher.close()
+                    raise
+        except (ValueError, OSError) as error:
+            raise InvalidRequestError(str(error)) from error
+        self.endpoint = self._publisher.endpoint
+        self.replay_endpoint = self._publisher.replay_endpoint
+        self.url = None if self._directory is None else self._directory.url
+        events.wake = self._publisher.wake
+        events.owner = self  # the tree keeps the stream: nobody else need hold it
+        events.start()
+
+    @property
+    def num_batches(self) -> int:
+        """Batches sent."""
+        return self._publisher.num_batches
+
+    @property
+    def num_dropped_batches(self) -> int:
+        """Times that the cache was ahead of the thread by so much that all had to be announced anew."""
+        return self._publisher.num_dropped_batches
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is published any more."""
+        return self._publisher.closed
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Wait until all that the cache did before is handed to ZeroMQ; False if that took too long."""
+        return self._publisher.flush(timeout)
+
+    def close(self) -> None:
+        """Publish what the cache did before, then stop. Twice is once."""
+        if self._directory is not None:
+            self._directory.close()
+        self._events.stop()
+        self._publisher.close()
+        self._events.owner = None
+
+    def __enter__(self) -> KVEventStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.num_batches} batches sent"
+        return f"KVEventStream({self.endpoint}, {state})"
+
+
+def _source_of(events: TreeEvents) -> EventSource:
+    """The thread of the publisher must not keep the tree, and with it the KV, alive."""
+    reference = weakref.ref(events)
+
+    def source(newcomers: bool) -> Iterable[Sequence[KVCacheEvent]]:
+        there = reference()
+        return () if there is None else there.collect(newcomers)
+
+    return source
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
+    if tokenizer is None:
+        return None
+    decode = getattr(tokenizer, "decode", tokenizer)
+    if not callable(decode):
+        raise ValueError(f"tokenizer={tokenizer!r} has no decode() and cannot be called")
+    return decode

@@ -1,0 +1,179 @@
+"""The messages of the KV event stream, as vLLM and SGLang write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    import msgspec
+except ImportError as error:
+    raise ImportError('KV events need msgspec and pyzmq: pip install "radixkv[observe]"') from error
+
+__all__ = [
+    "DIALECTS",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "Dialect",
+    "KVCacheEvent",
+    "external_hash",
+    "pick_dialect",
+]
+
+Hash = int | bytes
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    """One change of what is cached. On the wire: a map whose key `type` names the class."""
+
+
+class BlockStored(KVCacheEvent):
+    """A run of whole blocks is cached, each the child of the one before.
+
+    Attributes:
+        block_hashes: One for each block.
+        parent_block_hash: Of the block before the first of them; None at the start of a prompt.
+        token_ids: Tokens of all these blocks: `len(block_hashes) * block_size`.
+        block_size: Tokens in a block.
+        lora_id: Kept by the formats for old readers; always None here.
+        medium: Where the KV lies: `"GPU"` or `"CPU"`.
+        lora_name: Adapter that computed it, if the namespace names one.
+        extra_keys: One entry for each block, None for most: what sets it apart beside its tokens (vLLM's field).
+        cache_salt: The same as one string (SGLang's field).
+    """
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    """Blocks are no longer cached; a child stands before its parent.
+
+    Attributes:
+        block_hashes: One for each block.
+        medium: Where they lay.
+    """
+
+    block_hashes: list[Hash]
+    medium: str | None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """Nothing is cached any more."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One of the forms of the stream that readers in the field expect.
+
+    All of them send a batch as the array `[ts, events, rank]`, with `ts` in seconds since 1970.
+
+    Attributes:
+        name: What it is asked for by.
+        positional: Events are arrays, `["BlockStored", hashes, parent, ...]`, instead of maps.
+        replay_topic: Answers to replay requests start with the topic, as live messages do.
+        hashes: Usual form of block hashes, see `external_hash`.
+    """
+
+    name: str
+    positional: bool
+    replay_topic: bool
+    hashes: str
+
+
+DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        # vLLM from 0.24 on: events are maps (vllm-project/vllm#42892), replay has the topic (vllm-project/vllm#45177).
+        Dialect("vllm", positional=False, replay_topic=True, hashes="uint64"),
+        # SGLang from September 2026 on: the same maps (sgl-project/sglang#37482), signed hashes.
+        Dialect("sglang", positional=False, replay_topic=False, hashes="int64"),
+        # Both before that.
+        Dialect("array", positional=True, replay_topic=False, hashes="uint64"),
+    )
+}
+
+_LOW_64 = (1 << 64) - 1
+
+
+def _unsigned(digest: bytes) -> Hash:
+    return int.from_bytes(digest, "big") & _LOW_64
+
+
+def _signed(digest: bytes) -> Hash:
+    return int.from_bytes(digest[-8:], "big", signed=True)
+
+
+def _whole(digest: bytes) -> Hash:
+    return digest
+
+
+_HASHES: dict[str, Callable[[bytes], Hash]] = {"uint64": _unsigned, "int64": _signed, "bytes": _whole}
+
+
+def external_hash(form: str) -> Callable[[bytes], Hash]:
+    """How a content address is written into events.
+
+    Args:
+        form: `"uint64"` or `"int64"`: its last 64 bits as a number, big-endian; `"bytes"`: all of it.
+
+    Raises:
+        ValueError: Another form was asked for.
+    """
+    if form not in _HASHES:
+        raise ValueError(f"hashes={form!r} is unknown: choose one of {', '.join(map(repr, _HASHES))}")
+    return _HASHES[form]
+
+
+def pick_dialect(name: str) -> Dialect:
+    """The dialect of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in DIALECTS:
+        raise ValueError(f"dialect={name!r} is unknown: choose one of {', '.join(map(repr, DIALECTS))}")
+    return DIALECTS[name]
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(events: Sequence[KVCacheEvent], ts: float, rank: int | None, dialect: Dialect) -> bytes:
+    """One batch as msgpack.
+
+    Sources of the format: `vllm/distributed/kv_events.py` in vllm-project/vllm and
+    `python/sglang/srt/disaggregation/kv_events.py` in sgl-project/sglang.
+    """
+    items: list[Any] = [_array(event) for event in events] if dialect.positional else list(events)
+    return _encoder.encode([ts, items, rank])
+
+
+def _array(event: KVCacheEvent) -> list[Any]:
+    """Fields by position; the ones that came late only if they say something, as old readers do not know them."""
+    if isinstance(event, BlockStored):
+        array: list[Any] = [
+            "BlockStored",
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+        ]
+        array += [event.lora_id, event.medium]
+        if event.lora_name is not None or event.extra_keys is not None:
+            array.append(event.lora_name)
+        if event.extra_keys is not None:
+            array.append(event.extra_keys)
+        return array
+    if isinstance(event, BlockRemoved):
+        return ["BlockRemoved", event.block_hashes, event.medium]
+    return [type(event).__name__]

@@ -10,7 +10,7 @@ from radixkv.core.errors import (
     RadixKVError,
     UnsupportedModelError,
 )
-from radixkv.core.eviction import EvictionPolicy, PriorityPolicy, policy_names, register_policy
+from radixkv.core.eviction import EvictionPolicy, PriorityPolicy, Retention, policy_names, register_policy
 from radixkv.core.hashing import ContentHasher, content_hashes
 from radixkv.core.listener import TreeListener
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -33,6 +33,7 @@ __all__ = [
     "PriorityPolicy",
     "RadixKVError",
     "RadixTree",
+    "Retention",
     "Tail",
     "TreeListener",
     "UnsupportedModelError",

@@ -61,7 +61,7 @@ def block_keys(
     _mix(sums)
     if len(sums):
         start = parent_key if first else (seed * int(_MIX_1) ^ (seed >> 31)) & _MASK
-        sums[0] += np.uint64(start)
+        sums[:1] += np.uint64(start)  # as an array: a scalar would warn of the overflow
     return np.cumsum(sums, dtype=np.uint64)
 
 

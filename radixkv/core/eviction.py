@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,18 @@ from radixkv.core.tokens import TokenArray
 
 if TYPE_CHECKING:
     from radixkv.core.node import Node
+
+
+class Retention(NamedTuple):
+    """How long to keep what a request uses, for policies that take requests' word for it (`policy="priority"`).
+
+    Attributes:
+        priority: Lower ones are evicted first. What nobody says anything about has 0.
+        ttl: Seconds from now on after which the blocks are like any others; None for as long as they are cached.
+    """
+
+    priority: int
+    ttl: float | None = None
 
 
 class EvictionPolicy(ABC):
@@ -32,17 +44,22 @@ class EvictionPolicy(ABC):
         name: What users select it by.
         num_blocks: Blocks of the pool.
         block_size: Tokens in a block; 0 until the tree is made.
+        behind: While `on_insert` or `on_grow` is called: the block before those that it names, on their path; -1 if
+            there is none. For policies that continue something along a path.
         eager: Whether the tree calls `refile` each time the last block of a filed leaf is used or has become another
             one. False if what a leaf is filed under can only have risen since, so that it can be corrected when
             the leaf comes up.
+        retains: Whether requests may say how long to keep their blocks: `retain`.
     """
 
     name: ClassVar[str]
     eager: ClassVar[bool] = True
+    retains: ClassVar[bool] = False
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = 0
+        self.behind = -1
 
     def bind(self, block_size: int) -> None:
         """The policy was given to a tree with blocks of so many tokens.
@@ -79,6 +96,24 @@ class EvictionPolicy(ABC):
             tokens: `int64[...]`, the path up to the end of the last of them.
             seed: Of the namespace.
             now: Logical time.
+        """
+
+    def on_grow(self, block: int, number: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """A cached block that was partly filled was filled further, in place. By default a use.
+
+        Args:
+            block: The block.
+            number: Its number on its path.
+            tokens: `int64[...]`, the path, at least up to the new end of the block.
+            seed: Of the namespace.
+            now: Logical time.
+        """
+        self.on_use([(block, block + 1)], now)
+
+    def retain(self, index: Index, retention: Retention) -> None:
+        """The request of the last `on_request`, `on_use`, `on_insert` or `on_grow` says how long to keep these blocks.
+
+        Called only if `retains`.
         """
 
     def on_evict(self, ids: BlockIds) -> None:
@@ -239,8 +274,14 @@ def register_policy(policy: type[EvictionPolicy]) -> type[EvictionPolicy]:
 register_policy(LRUPolicy)
 
 
+def _load_all() -> None:
+    # Those policies are built on this module.
+    import radixkv.core.policies  # noqa: F401
+
+
 def policy_names() -> list[str]:
     """Names of all policies that are known, sorted."""
+    _load_all()
     return sorted(_POLICIES)
 
 
@@ -257,6 +298,8 @@ def make_policy(policy: str | EvictionPolicy, num_blocks: int) -> EvictionPolicy
                 f"this {policy.name} policy was made for {policy.num_blocks} blocks, the pool has {num_blocks}"
             )
         return policy
+    if policy not in _POLICIES:
+        _load_all()
     if policy not in _POLICIES:
         raise InvalidRequestError(f"unknown eviction policy {policy!r}: there is {', '.join(policy_names())}")
     return _POLICIES[policy](num_blocks)

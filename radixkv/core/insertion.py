@@ -9,6 +9,7 @@ import numpy as np
 from radixkv.core.block_pool import States
 from radixkv.core.block_states import ID_BYTES, REFERENCE, BlockIds, Index
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.eviction import Retention
 from radixkv.core.match import InsertResult
 from radixkv.core.node import Node, Root, last_block, sort_key
 from radixkv.core.tokens import TOKEN_BYTES, TokenArray, require_non_negative, token_bytes
@@ -28,7 +29,9 @@ _Place = tuple[
 ]
 
 
-def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: bytes) -> InsertResult:
+def insert_path(
+    tree: RadixTree, array: TokenArray, given: BlockIds, namespace: bytes, retention: Retention | None = None
+) -> InsertResult:
     """`RadixTree.insert`, under the lock, with what it has made of its arguments."""
     pool, policy, block_bytes = tree._pool, tree._policy, tree._block_bytes
     data = token_bytes(array)
@@ -84,11 +87,18 @@ def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: 
     if num_fresh:
         if num_new:
             pool.cache(unknown, index, state, -(stop // TOKEN_BYTES) % tree._block_size)
-            policy.on_insert(index, num_have + same, path, root.seed, now)
+        policy.behind = last
         if same:
             rows = stop // TOKEN_BYTES - num_have * tree._block_size
             pool.grow(old_tail, min(rows, tree._block_size))
-            policy.on_use([(old_tail, old_tail + 1)], now)
+            policy.on_grow(old_tail, num_have, path, root.seed, now)
+            policy.behind = old_tail
+            if retention is not None:
+                policy.retain([(old_tail, old_tail + 1)], retention)
+        if num_new:
+            policy.on_insert(index, num_have + same, path, root.seed, now)
+            if retention is not None:
+                policy.retain(index, retention)
         if grows is not None:
             leaf = grows
             _grow(tree, root, leaf, data[known:stop], fresh, -1 if same else old_tail)
@@ -106,12 +116,14 @@ def insert_path(tree: RadixTree, array: TokenArray, given: BlockIds, namespace: 
     if num_have:
         # A request that matched and computes the rest: its table is often released next.
         continues = have == tree._matched[0]
-        if new_use or continues:
+        if new_use or continues or retention is not None:
             above = tree._matched[1] if continues else pool.index(np.frombuffer(have, np.int32))
             if new_use:
                 policy.on_use(above, now)
-                if policy.eager and not num_fresh:
-                    tree._refile_tip(node if child is None else child, last)
+            if retention is not None:
+                policy.retain(above, retention)
+            if policy.eager and not num_fresh and (new_use or retention is not None):
+                tree._refile_tip(node if child is None else child, last)
             is_all = num_have + num_new == len(given) and result is given
             if continues and is_all and isinstance(above, list) and isinstance(index, list):
                 pool.remember(given, above + index)

@@ -25,7 +25,7 @@ from radixkv.core.block_states import (
     trailing,
 )
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError, OutOfBlocksError
-from radixkv.core.eviction import EvictionPolicy, make_policy
+from radixkv.core.eviction import EvictionPolicy, Retention, make_policy
 from radixkv.core.insertion import insert_path
 from radixkv.core.linked_nodes import LinkedNodes
 from radixkv.core.listener import TreeListener
@@ -213,6 +213,7 @@ class RadixTree(LinkedNodes):
         max_tokens: int | None = None,
         partial: bool = True,
         again: bool = False,
+        retention: Retention | None = None,
     ) -> Match:
         """The longest cached prefix, held: one reference on each of its blocks.
 
@@ -225,10 +226,12 @@ class RadixTree(LinkedNodes):
             partial: Match token by token; else whole blocks only, without a tail.
             again: This request matched before, and waited or was paused since: its blocks count as recently
                 used, but it is not counted as one more request that uses them.
+            retention: How long to keep the blocks found; for trees whose policy takes requests' word for it.
 
         Raises:
-            InvalidRequestError: Tokens, namespace or limit make no sense.
+            InvalidRequestError: Tokens, namespace or limit make no sense, or the policy keeps no retentions.
         """
+        self._require_retains(retention)
         array = to_int64(tokens)
         limit = len(array) if max_tokens is None else _limit(array, max_tokens)
         canonical = canonical_namespace(namespace)
@@ -245,7 +248,7 @@ class RadixTree(LinkedNodes):
                 pool.hold_path(held, index)
                 if isinstance(index, list):
                     self._matched = bytes(ids), index
-            self._count_use(canonical, array, held, index, nodes, again)
+            self._count_use(canonical, array, held, index, nodes, again, retention)
             num_whole = len(held) - (rows > 0)
             self._tip = held.item(num_whole - 1) if num_whole else -1
             note = None
@@ -264,6 +267,7 @@ class RadixTree(LinkedNodes):
         index: Index,
         nodes: list[Node],
         again: bool,
+        retention: Retention | None,
     ) -> None:
         policy = self._policy
         self._now = now = self._now + 1
@@ -273,6 +277,8 @@ class RadixTree(LinkedNodes):
             root = self._roots.get(namespace)
             seed = hashing.namespace_seed(namespace) if root is None else root.seed
             policy.on_request(index, len(held), array, seed, now)
+        if retention is not None:
+            policy.retain(index, retention)
         if nodes:
             moment = self._clock()
             for node in nodes:
@@ -280,6 +286,12 @@ class RadixTree(LinkedNodes):
                 node.num_hits += not again
             if policy.eager:
                 self._refile_tip(nodes[-1], held.item(-1))
+
+    def _require_retains(self, retention: Retention | None) -> None:
+        if retention is not None and not self._policy.retains:
+            raise InvalidRequestError(
+                f"the eviction policy {self._policy.name!r} keeps no retentions: make the tree with policy='priority'"
+            )
 
     def _refile_tip(self, node: Node, last: int) -> None:
         """After a use of a path that ends in block `last` of a node: file it anew, if it is a leaf that ends there."""
@@ -335,7 +347,9 @@ class RadixTree(LinkedNodes):
 
     # -- inserting -------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Any, blocks: Any, namespace: Namespace = b"") -> InsertResult:
+    def insert(
+        self, tokens: Any, blocks: Any, namespace: Namespace = b"", *, retention: Retention | None = None
+    ) -> InsertResult:
         """Make a computed prefix visible to others.
 
         The tree takes references of its own on the blocks it keeps; the caller keeps theirs. A block whose
@@ -352,11 +366,13 @@ class RadixTree(LinkedNodes):
             tokens: The tokens from position 0 on whose KV is written.
             blocks: Their `ceil(len(tokens) / block_size)` blocks, each held by the caller.
             namespace: What must be equal beside the tokens.
+            retention: How long to keep the blocks of the path; for trees whose policy takes requests' word for it.
 
         Raises:
             InvalidRequestError: The number of blocks is wrong, one is not held by the caller, is named twice, or
-                is cached under other tokens. Nothing is changed.
+                is cached under other tokens; or the policy keeps no retentions. Nothing is changed.
         """
+        self._require_retains(retention)
         array = to_int64(tokens)
         given = as_block_ids(blocks)
         num_needed = -(-len(array) // self._block_size)
@@ -368,7 +384,7 @@ class RadixTree(LinkedNodes):
         if not num_needed:
             return InsertResult(given, 0, 0, 0)
         with self._pool.lock:
-            result = insert_path(self, array, given, canonical)
+            result = insert_path(self, array, given, canonical, retention)
             if self._checks:
                 self.check()
             return result

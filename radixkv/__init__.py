@@ -36,6 +36,8 @@ _HOME = {
     "Tail": "radixkv.core.radix_tree",
     "TokenLogprobs": "radixkv.engine.sampler",
     "TokenOutput": "radixkv.engine.completion",
+    "TreeView": "radixkv.cache.tree_view",
+    "tree_view": "radixkv.cache.tree_view",
 }
 
 __all__ = [*sorted(_HOME), "__version__", "errors"]
@@ -59,6 +61,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from radixkv import errors
     from radixkv.cache.prefix_cache import Lease, PrefixCache
+    from radixkv.cache.tree_view import TreeView, tree_view
     from radixkv.core.block_pool import BlockPool
     from radixkv.core.block_table import BlockCopy, BlockTable
     from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from radixkv.cache.locking import BooksLock, InterruptsHeld
+from radixkv.cache.tree_view import TreeView, ViewOptions, make_view, take_snapshot
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -361,6 +362,26 @@ class PrefixCache:
         return KVEventStream(
             self.tree, endpoint, replay=replay, http=http, tokenizer=tokenizer, dialect=dialect, **options
         )
+
+    def tree_view(self, *, namespace: Namespace = None, tokenizer: Any = None, **options: Any) -> TreeView:
+        """Look at what is cached: print it, or `save` it as `.html`, `.svg`, `.dot`, `.json` or `.txt`.
+
+        Requests of other threads wait while the tree is copied, not while the view is made.
+
+        Args:
+            namespace: Of the user, as in `attach`; only this one. None for all, `b""` for the default one.
+            tokenizer: Shows text in place of token ids.
+            options: The others of `radixkv.tree_view`: `sort`, `max_nodes`, `max_depth`, `min_blocks`, ...
+
+        Raises:
+            InvalidRequestError: An option makes no sense; the message says which.
+        """
+        wanted = ViewOptions(namespace=namespace, tokenizer=tokenizer, **options)
+        self._flush()
+        with self._lock:
+            users = {key: user for user, keys in self._keys_of.items() for key in keys}
+            snapshot = take_snapshot(self.tree)
+        return make_view(snapshot, wanted, users)
 
     def check(self) -> None:
         """Verify the books of pool and tree.

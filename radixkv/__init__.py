@@ -29,6 +29,7 @@ _HOME = {
     "PrefixCache": "radixkv.cache.prefix_cache",
     "RadixTree": "radixkv.core.radix_tree",
     "RequestStats": "radixkv.observe.stats",
+    "Retention": "radixkv.core.eviction",
     "SamplingParams": "radixkv.engine.sampling_params",
     "Scheduler": "radixkv.sched.scheduler",
     "SchedulerConfig": "radixkv.sched.config",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from radixkv.cache.tree_view import TreeView, tree_view
     from radixkv.core.block_pool import BlockPool
     from radixkv.core.block_table import BlockCopy, BlockTable
+    from radixkv.core.eviction import Retention
     from radixkv.core.radix_tree import InsertResult, Match, RadixTree, Tail
     from radixkv.engine.completion import Completion, TokenOutput
     from radixkv.engine.engine import Engine

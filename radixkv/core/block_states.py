@@ -148,7 +148,7 @@ def put(array: npt.NDArray[Any], index: Index, values: npt.NDArray[Any]) -> None
         at += stop - start
 
 
-def fill(array: npt.NDArray[Any], index: Index, value: int) -> None:
+def fill(array: npt.NDArray[Any], index: Index, value: float) -> None:
     """Set all of these blocks to one value in a per-block array."""
     if isinstance(index, list):
         for start, stop in index:

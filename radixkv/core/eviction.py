@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +18,26 @@ if TYPE_CHECKING:
     from radixkv.core.node import Node
 
 
-class Retention(NamedTuple):
+@dataclass(frozen=True)
+class Retention:
     """How long to keep what a request uses, for policies that take requests' word for it (`policy="priority"`).
 
     Attributes:
         priority: Lower ones are evicted first. What nobody says anything about has 0.
         ttl: Seconds from now on after which the blocks are like any others; None for as long as they are cached.
+
+    Raises:
+        InvalidRequestError: The priority is no integer, or the time to live is not above 0.
     """
 
     priority: int
     ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, (int, np.integer)):
+            raise InvalidRequestError(f"the priority of a retention is an integer, got {self.priority!r}")
+        if self.ttl is not None and not self.ttl > 0:
+            raise InvalidRequestError(f"the ttl of a retention is seconds above 0, or None, got {self.ttl!r}")
 
 
 class EvictionPolicy(ABC):

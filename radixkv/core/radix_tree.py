@@ -231,7 +231,7 @@ class RadixTree(LinkedNodes):
         Raises:
             InvalidRequestError: Tokens, namespace or limit make no sense, or the policy keeps no retentions.
         """
-        self._require_retains(retention)
+        self.require_retention(retention)
         array = to_int64(tokens)
         limit = len(array) if max_tokens is None else _limit(array, max_tokens)
         canonical = canonical_namespace(namespace)
@@ -287,8 +287,17 @@ class RadixTree(LinkedNodes):
             if policy.eager:
                 self._refile_tip(nodes[-1], held.item(-1))
 
-    def _require_retains(self, retention: Retention | None) -> None:
-        if retention is not None and not self._policy.retains:
+    def require_retention(self, retention: Retention | None) -> None:
+        """Make sure that the policy takes this: None always goes.
+
+        Raises:
+            InvalidRequestError: It is no `Retention`, or the policy keeps none.
+        """
+        if retention is None:
+            return
+        if not isinstance(retention, Retention):
+            raise InvalidRequestError(f"a retention is a radixkv.core.Retention, got {retention!r}")
+        if not self._policy.retains:
             raise InvalidRequestError(
                 f"the eviction policy {self._policy.name!r} keeps no retentions: make the tree with policy='priority'"
             )
@@ -372,7 +381,7 @@ class RadixTree(LinkedNodes):
             InvalidRequestError: The number of blocks is wrong, one is not held by the caller, is named twice, or
                 is cached under other tokens; or the policy keeps no retentions. Nothing is changed.
         """
-        self._require_retains(retention)
+        self.require_retention(retention)
         array = to_int64(tokens)
         given = as_block_ids(blocks)
         num_needed = -(-len(array) // self._block_size)

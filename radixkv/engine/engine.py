@@ -18,6 +18,7 @@ from radixkv.attention import AttentionBackend
 from radixkv.cache.locking import InterruptsHeld
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.errors import InvalidRequestError, OutOfBlocksError
+from radixkv.core.eviction import Retention
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.engine.completion import Completion, TokenOutput, refused, warn_of_errors
 from radixkv.engine.desk import Desk
@@ -241,7 +242,13 @@ class Engine:
     # -- many prompts at once -------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Any, sampling: Any = None, *, namespace: Namespace = None, progress: bool = False
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        namespace: Namespace = None,
+        retention: Retention | None = None,
+        progress: bool = False,
     ) -> list[Completion]:
         """Complete all prompts.
 
@@ -250,6 +257,8 @@ class Engine:
                 a tokenizer returns (left or right padding is taken off), or a single one of these.
             sampling: `SamplingParams` for all, or a list with one for each prompt; None is greedy.
             namespace: What must be equal, beside the tokens, for KV to be shared.
+            retention: How long to keep what they leave in the cache, if its policy takes requests' word for it
+                (`policy="priority"`).
             progress: Show a progress bar; nothing is shown where stderr is no terminal.
 
         Returns:
@@ -264,6 +273,7 @@ class Engine:
         items = as_prompts(prompts)
         params = sampling_for(items, sampling)
         canonical_namespace(namespace)
+        self._cache.tree.require_retention(retention)
         self._require_rows(max((wanted.n for wanted in params), default=1))
         owner = object()
         results: list[list[Stream] | Completion] = []
@@ -276,7 +286,7 @@ class Engine:
                     try:
                         tokens = prompt_ids(item, self._tokenizer, self._plug.vocab_size)
                         num_tokens = len(tokens)
-                        record = self._add(tokens, wanted, namespace, None, owner, which)
+                        record = self._add(tokens, wanted, namespace, None, owner, which, retention)
                     except Exception as error:  # of ours, or of the tokenizer
                         results += [refused(error, which, i, num_tokens, began) for i in range(wanted.n)]
                     else:
@@ -314,6 +324,7 @@ class Engine:
         *,
         namespace: Namespace = None,
         rid: Hashable | None = None,
+        retention: Retention | None = None,
     ) -> Hashable:
         """Queue a prompt; `step()` will bring its tokens.
 
@@ -322,6 +333,7 @@ class Engine:
             sampling: How to complete it; None is greedy.
             namespace: What must be equal, beside the tokens, for KV to be shared.
             rid: A name of your own; it must not be in use. None makes one.
+            retention: As in `generate`.
 
         Returns:
             The name of the request.
@@ -333,7 +345,7 @@ class Engine:
         with self._door.enter():
             self._wake()
             tokens = prompt_ids(prompt, self._tokenizer, self._plug.vocab_size)
-            return self._add(tokens, wanted, namespace, rid, None).rid
+            return self._add(tokens, wanted, namespace, rid, None, retention=retention).rid
 
     def step(self) -> list[TokenOutput]:
         """One forward: what every running sequence needs next.
@@ -403,7 +415,12 @@ class Engine:
             return int(sequence.index)
 
     def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, namespace: Namespace = None
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        namespace: Namespace = None,
+        retention: Retention | None = None,
     ) -> OutputStream:
         """Complete one prompt token by token, while other requests go on.
 
@@ -419,7 +436,7 @@ class Engine:
             with self._door.enter():
                 self._wake()
                 tokens = prompt_ids(prompt, self._tokenizer, self._plug.vocab_size)
-                self._add(tokens, wanted, namespace, None, stream.inbox)
+                self._add(tokens, wanted, namespace, None, stream.inbox, retention=retention)
         except BaseException:
             stream.close()
             raise
@@ -491,6 +508,7 @@ class Engine:
         rid: Hashable | None,
         owner: object | None,
         prompt_index: int | None = None,
+        retention: Retention | None = None,
     ) -> Record:
         began = time.perf_counter()
         canonical_namespace(namespace)
@@ -520,6 +538,7 @@ class Engine:
                 namespace=key,
                 n=sampling.n,
                 rid=rid,
+                retention=retention,
             )
             self._cache.register_key(namespace, key)
             record = Record(rid, request, sampling, namespace, owner, began, prompt_index)

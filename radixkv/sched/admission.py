@@ -107,7 +107,11 @@ class Admission:
         if books.config.share_prefixes:
             request = seq.request
             match = books.tree.match(
-                tokens, request.namespace, max_tokens=len(tokens) - 1, again=request._asked
+                tokens,
+                request.namespace,
+                max_tokens=len(tokens) - 1,
+                again=request._asked,
+                retention=request.retention,
             )
             request._asked = True
             if request._first is None:

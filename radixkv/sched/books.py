@@ -131,7 +131,8 @@ class Books:
             return
         tokens = seq._tokens if num_tokens <= len(seq._tokens) else seq.all_tokens()
         blocks = rows.tables[row, : -(-num_tokens // self.block_size)]
-        result = self.tree.insert(tokens[:num_tokens], blocks, seq.request.namespace)
+        request = seq.request
+        result = self.tree.insert(tokens[:num_tokens], blocks, request.namespace, retention=request.retention)
         self.epoch += 1
         if result.num_duplicate_blocks:
             blocks[:] = result.blocks

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.core.eviction import Retention
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.tokens import TokenArray
 
@@ -29,6 +30,7 @@ class Request:
         namespace: What must be equal beside the tokens for KV to be shared.
         max_new_tokens: Output tokens of each sequence.
         n: Completions that were asked for; forks made later are not counted.
+        retention: How long its blocks are to be kept once cached; None leaves it to the policy.
         arrival: Rank among all requests, from 0.
         sequences: Its sequences, all of them from the start; forks are appended.
         num_cached_tokens: Prompt tokens that were cached when it was first admitted; 0 before.
@@ -47,6 +49,7 @@ class Request:
         "namespace",
         "note",
         "num_cached_tokens",
+        "retention",
         "rid",
         "sequences",
         "tokens",
@@ -60,12 +63,14 @@ class Request:
         max_new_tokens: int,
         n: int,
         arrival: int,
+        retention: Retention | None = None,
     ) -> None:
         self.rid = rid
         self.tokens = tokens
         self.max_new_tokens = max_new_tokens
         self.n = n
         self.arrival = arrival
+        self.retention = retention
         self.sequences: list[Sequence] = []
         self.num_cached_tokens = 0
         self.note: object | None = None

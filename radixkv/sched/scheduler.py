@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from radixkv.core.block_pool import BlockPool, checks_requested
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.eviction import Retention
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.radix_tree import RadixTree
 from radixkv.core.tokens import as_tokens
@@ -162,6 +163,7 @@ class Scheduler:
         namespace: Namespace = b"",
         n: int = 1,
         rid: Hashable | None = None,
+        retention: Retention | None = None,
     ) -> Request:
         """Queue a prompt. At any moment, also while a step is out.
 
@@ -171,11 +173,14 @@ class Scheduler:
             namespace: What must be equal beside the tokens for KV to be shared.
             n: Completions. They share the prompt's blocks; the prompt is computed once.
             rid: What to call it; its arrival rank if None.
+            retention: How long to keep its blocks once cached, where the tree's policy takes requests' word for it
+                (`policy="priority"`).
 
         Raises:
             InvalidRequestError: Something of it makes no sense, or it can never fit. Nothing is changed.
         """
         prompt = as_tokens(tokens).copy()
+        self._tree.require_retention(retention)
         n = _require_count("n", n)
         max_new_tokens = _require_count("max_new_tokens", max_new_tokens)
         config, size = self._config, self._tree.block_size
@@ -203,7 +208,7 @@ class Scheduler:
             )
         if rid in self._requests:
             raise InvalidRequestError(f"there is an unfinished request {rid!r} already")
-        request = Request(rid, prompt, namespace, max_new_tokens, n, self._num_arrived)
+        request = Request(rid, prompt, namespace, max_new_tokens, n, self._num_arrived, retention)
         with self._pool.lock:
             request.sequences = [Sequence(self, request, i, prompt) for i in range(n)]
             self._lifecycle.start(request)

@@ -1,0 +1,119 @@
+"""Eviction by priorities that requests give, for a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.core.block_states import BlockIds, Index, fill, get, put
+from radixkv.core.eviction import Retention
+from radixkv.core.policies.ranked import RankedPolicy, Value
+from radixkv.core.tokens import TokenArray
+
+if TYPE_CHECKING:
+    from radixkv.core.node import Node
+
+ORDINARY = 0
+
+
+class RetentionPolicy(RankedPolicy):
+    """Priorities with a time to live, given by the requests; among equals LRU.
+
+    A request that is matched or inserted with `retention=Retention(priority, ttl)` gives its blocks that priority for
+    `ttl` seconds from then on, or for as long as they are cached. Everything else, and what has expired, has
+    priority 0: positive ones stay longer, negative ones go first. So a system prompt can outlast a quiet night, and a
+    batch job can leave no trace. It does not pin: when all else is gone, or in use, a block goes whatever its
+    priority (`pin` holds blocks for certain).
+
+    Where requests differ about a block, the highest priority that has not expired counts, and of equal ones the one
+    that lasts longest: nobody can take away what another was given. What is lower than a block's priority only counts
+    for the blocks that the request itself brought in. As a block cannot go while others hang below it, the priority
+    of a prefix is in effect at least that of what follows.
+
+    Victim: lowest priority in effect. Ties: oldest last use; among blocks of one path the deeper one.
+
+    Costs: a match is a few vectorised operations over the blocks it hit; filing, cutting and expiring are logarithmic
+    in the number of leaves.
+
+    Source: TensorRT-LLM has the same as `KvCacheRetentionConfig` (NVIDIA, 2025): for ranges of tokens of a request
+    and for its decoded tokens, a priority of 0 to 100, 35 if nothing is said, and a duration after which it is 35
+    again; blocks go by priority, then LRU. There the newest priority replaces the one before, and the time starts
+    when the last request that uses the block lets go of it; here it starts when it is given.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        clock: Seconds, never running backwards.
+    """
+
+    name = "priority"
+    retains = True
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(num_blocks)
+        self._clock = clock
+        self._time = clock()  # of the last eviction: all blocks are seen at one moment
+        self._expires: npt.NDArray[np.float64] = np.full(num_blocks, math.inf)
+        self._is_own: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)  # of one request alone so far
+        # Filed leaves by when their last block expires: time, number, leaf, its entry then.
+        self._expiring: list[tuple[float, int, Node, Any]] = []
+        self._num_pushed = 0
+
+    def value(self, block: int) -> Value:
+        live = self._expires.item(block) > self._time
+        return self.rank.item(block) if live else ORDINARY, self.priority.item(block)
+
+    def above(self, ids: BlockIds, bound: Value) -> npt.NDArray[np.bool_]:
+        rank, last = bound
+        ranks = np.where(self._expires[ids] > self._time, self.rank[ids], ORDINARY)
+        return (ranks > rank) | ((ranks == rank) & (self.priority[ids] > last))
+
+    def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        fill(self._is_own, index, False)
+        fill(self.priority, index, now)
+
+    def on_use(self, index: Index, now: int) -> None:
+        fill(self.priority, index, now)
+
+    def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        fill(self.rank, index, ORDINARY)
+        fill(self._expires, index, math.inf)
+        fill(self._is_own, index, True)
+        fill(self.priority, index, now)
+
+    def retain(self, index: Index, retention: Retention) -> None:
+        priority, now = retention.priority, self._clock()
+        end = math.inf if retention.ttl is None else now + retention.ttl
+        ranks, expires = get(self.rank, index), get(self._expires, index)
+        live = np.where(expires > now, ranks, ORDINARY)
+        longer = (live == priority) & ((expires <= now) | (expires < end))
+        takes = (priority > live) | longer | get(self._is_own, index)
+        put(self.rank, index, np.where(takes, priority, ranks))
+        put(self._expires, index, np.where(takes, end, expires))
+
+    def begin(self) -> None:
+        self._time = now = self._clock()
+        expiring = self._expiring
+        while expiring and expiring[0][0] <= now:
+            _, _, leaf, entry = heappop(expiring)
+            if leaf.entry is entry:
+                self.refile(leaf, entry[3])
+
+    def file(self, leaf: Node, block: int) -> None:
+        super().file(leaf, block)
+        end = self._expires.item(block)
+        if self._time < end < math.inf:
+            self._num_pushed += 1
+            heappush(self._expiring, (end, self._num_pushed, leaf, leaf.entry))
+            if len(self._expiring) > 2 * self.num_filed() + 1024:  # mostly filed anew since
+                self._expiring = [e for e in self._expiring if e[2].entry is e[3]]
+                heapify(self._expiring)
+
+    def refile(self, leaf: Node, block: int) -> None:
+        self.unfile(leaf)  # also if its value is the same: it may last longer now
+        self.file(leaf, block)

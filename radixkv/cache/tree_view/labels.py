@@ -106,8 +106,8 @@ class Labels:
         Args:
             pieces: int64 arrays, at least one; none is empty.
         """
-        # A character of text may take several tokens, as a rule not more than four.
-        most = self._max_chars * 4
+        # A character of text may take several tokens, as a rule not more than four; an id takes a digit and a comma.
+        most = self._max_chars * 4 if self._decode is not None else self._max_chars // 2 + 1
         head = _leading(pieces, most)
         num_tokens = sum(map(len, pieces))
         tail = [] if num_tokens <= most else _trailing(pieces, min(most, num_tokens - most))

@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.tree_view.snapshot import Snapshot
+from radixkv.core.block_states import ID_BYTES
+from radixkv.core.tokens import TOKEN_BYTES
+from radixkv.core.tree_copy import TreeCopy
 
 __all__ = ["SORTS", "Chain", "Selection", "Sums", "select"]
 
@@ -93,38 +96,41 @@ class _Columns:
         nodes, n = snapshot.nodes, len(snapshot.nodes)
         self.nodes = nodes
         self.block_size = snapshot.block_size
-        self.parent: list[int] = [node.parent for node in nodes]
-        self.tokens: list[int] = [len(node.tokens) for node in nodes]
-        self.blocks: list[int] = [len(node.blocks) for node in nodes]
-        self.pinned = _pinned_blocks(snapshot)
+        self.parent = nodes.parents
+        self.tokens = [len(edge) // TOKEN_BYTES for edge in nodes.edges]
+        self.blocks = [len(blocks) // ID_BYTES for blocks in nodes.blocks]
+        self.pinned = _pinned_blocks(nodes, self.blocks)
         self.count = [1] * n
         # What a subtree is ranked by: a sum or a maximum, so never above what it is part of.
         self.value: list[Any]
         if sort == "tokens":
             self.value = self.tokens
         else:
-            self.value = [node.num_hits if sort == "hits" else node.used_at for node in nodes]
-        self.joins = [collapse and parent >= 0 and nodes[parent].num_children == 1 for parent in self.parent]
-        self._sum_up(maximum=sort != "tokens")
+            self.value = list(nodes.num_hits if sort == "hits" else nodes.used_at)
+        num_children = nodes.num_children
+        self.joins = [collapse and parent >= 0 and num_children[parent] == 1 for parent in self.parent]
+        self._sum_up()
         # Children by parent: those of node i are `order[starts[i] : starts[i + 1]]`.
         parents = np.fromiter(self.parent, np.int64, n)
         self.order: Ints = np.argsort(parents, kind="stable")
         self.starts: Ints = np.searchsorted(parents[self.order], np.arange(-1, n + 1))
 
-    def _sum_up(self, maximum: bool) -> None:
-        tokens, blocks, pinned = self.tokens, self.blocks, self.pinned
-        count, value = self.count, self.value
+    def _sum_up(self) -> None:
+        tokens, blocks, pinned, count = self.tokens, self.blocks, self.pinned, self.count
         # A node comes after its parent, so from the back every subtree is complete when it is added.
         for i in range(len(self.parent) - 1, -1, -1):
             up = self.parent[i]
-            if up < 0:
-                continue
-            tokens[up] += tokens[i]
-            blocks[up] += blocks[i]
-            pinned[up] += pinned[i]
-            count[up] += count[i]
-            if maximum and value[i] > value[up]:
-                value[up] = value[i]
+            if up >= 0:
+                tokens[up] += tokens[i]
+                blocks[up] += blocks[i]
+                pinned[up] += pinned[i]
+                count[up] += count[i]
+        value = self.value
+        if value is not tokens:
+            for i in range(len(self.parent) - 1, -1, -1):
+                up = self.parent[i]
+                if up >= 0 and value[i] > value[up]:
+                    value[up] = value[i]
 
     def below(self, node: int) -> list[int]:
         """Its children; those of all roots for -1."""
@@ -144,17 +150,17 @@ class _Columns:
 
     def rank(self, node: int) -> bytes:
         """Tells siblings apart, as their first blocks of tokens differ, and sorts like the tokens."""
-        return self.nodes[node].tokens[: self.block_size].astype(">i8").tobytes()
+        first_block = np.frombuffer(self.nodes.edges[node][: self.block_size * TOKEN_BYTES], np.int64)
+        return first_block.astype(">i8").tobytes()
 
 
-def _pinned_blocks(snapshot: Snapshot) -> list[int]:
+def _pinned_blocks(nodes: TreeCopy, num_blocks: list[int]) -> list[int]:
     """For each node, its blocks that have a reference beside the tree's own."""
-    if not snapshot.nodes:
+    if not num_blocks:
         return []
-    references = np.concatenate([node.references for node in snapshot.nodes])
-    ends = np.cumsum([len(node.references) for node in snapshot.nodes])
-    starts = np.append(0, ends[:-1])
-    return np.add.reduceat((references > 1).astype(np.int64), starts).tolist()
+    ids = np.frombuffer(b"".join(nodes.blocks), np.int32)
+    starts = np.cumsum([0, *num_blocks[:-1]])
+    return np.add.reduceat((nodes.references[ids] > 1).astype(np.int64), starts).tolist()
 
 
 def select(
@@ -183,7 +189,7 @@ def select(
     columns = _Columns(snapshot, sort, collapse)
     firsts: dict[bytes, list[int]] = {}
     for node in columns.below(-1):
-        namespace = snapshot.nodes[node].namespace
+        namespace = snapshot.nodes.namespaces[node]
         if namespaces is None or namespace in namespaces:
             firsts.setdefault(namespace, []).append(node)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from radixkv.core.radix_tree import NodeInfo, RadixTree
+from radixkv.core.radix_tree import RadixTree
+from radixkv.core.tree_copy import TreeCopy, copy_tree
 
 __all__ = ["Snapshot", "Totals", "take_snapshot"]
 
@@ -35,22 +36,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of all nodes of a tree, parents before children, and its counters at the same moment.
+    """A copy of a tree, and its counters at the same moment.
 
     Attributes:
-        nodes: See `RadixTree.nodes`.
+        nodes: Of the tree.
         totals: The tree's and the pool's own counters.
         block_size: Tokens in a block.
         policy: Eviction policy.
-        taken_at: `time.monotonic()`, the clock of `NodeInfo.used_at`.
         taken_unix: Seconds since 1970.
     """
 
-    nodes: list[NodeInfo]
+    nodes: TreeCopy
     totals: Totals
     block_size: int
     policy: str
-    taken_at: float
     taken_unix: float
 
 
@@ -58,9 +57,9 @@ def take_snapshot(tree: RadixTree) -> Snapshot:
     """Copy a tree, under its lock: requests of other threads wait meanwhile."""
     pool = tree.pool
     with pool.lock:
-        nodes = list(tree.nodes())
+        nodes = copy_tree(tree)
         totals = Totals(
-            namespaces=len({node.namespace for node in nodes}),
+            namespaces=len(set(nodes.namespaces)),
             nodes=tree.num_nodes,
             blocks=tree.num_cached_blocks,
             tokens=tree.num_cached_tokens,
@@ -68,4 +67,4 @@ def take_snapshot(tree: RadixTree) -> Snapshot:
             pool_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
         )
-        return Snapshot(nodes, totals, tree.block_size, tree.policy, time.monotonic(), time.time())
+        return Snapshot(nodes, totals, tree.block_size, tree.policy, time.time())

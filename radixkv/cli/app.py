@@ -1,4 +1,4 @@
-"""Commands, options and exit codes; the work is done in `radixkv.demo`, `radixkv.bench` and `radixkv.cli.info`."""
+"""Commands, options and exit codes; the work is done in `radixkv.demo`, `.bench`, `.cli.replay` and `.cli.info`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class Format(str, Enum):
 
     table = "table"
     json = "json"
+
+
+class ReplayFormat(str, Enum):
+    """How to print the result of `replay`."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
 
 
 class WorkloadName(str, Enum):
@@ -268,5 +276,100 @@ def bench(
         )
         result, setting = main.run_bench(options)
         return _report(report, result, setting, output)
+
+    return _guarded(work)
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        str, typer.Argument(help="Requests, one a line: .jsonl, .jsonl.gz, or - for stdin.", metavar="TRACE")
+    ],
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of the cache: blocks (1000), tokens (512000tok), memory (40GiB, with --model-config) or "
+            "unlimited; may be given again. Default: round numbers up to what the trace would fill.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Eviction policy, optimal or optimal-pin; may be given again. Default: lru, hit-density, optimal.",
+            show_default=False,
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in a block: of the trace, if it names blocks (default 512), else of the cache (default 16).",
+            show_default=False,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="For prompts and messages: folder or hub id of a model, or a tokenizer.json.",
+            metavar="PATH_OR_ID",
+        ),
+    ] = None,
+    model_config: Annotated[
+        str | None,
+        typer.Option(
+            help="The model whose KV is cached: a config.json, its folder or a hub id. Shows sizes in memory.",
+            metavar="PATH_OR_ID",
+        ),
+    ] = None,
+    output: Annotated[
+        ReplayFormat, typer.Option("--format", help="A table, one JSON document, or CSV on stdout.")
+    ] = ReplayFormat.table,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw hit rate over capacity into this .png or .svg file.", metavar="FILE"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Read so many requests at most.", show_default=False)
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Count and leave out requests that make no sense, or do not fit."),
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that replay at the same time.")] = 1,
+) -> int:
+    """What a prefix cache would have done for recorded traffic: hit rates over cache size, against the optimum.
+
+    A request is {"token_ids": [...]}, {"prompt": "..."}, {"messages": [...]}, or {"hash_ids": [...],
+    "input_length": n} as in the public Mooncake traces. The replay runs the cache's own tree and pool, one request
+    at a time; what is generated is ignored.
+    """
+
+    def work() -> int:
+        from radixkv.cli import replay as replaying
+        from radixkv.cli import replay_report
+
+        options = replaying.Options(
+            trace=trace,
+            capacities=tuple(capacity or ()),
+            policies=tuple(policy or ()),
+            block_size=block_size,
+            tokenizer=tokenizer,
+            model_config=model_config,
+            plot=plot,
+            limit=limit,
+            skip_bad=skip_bad,
+            jobs=jobs,
+        )
+        result = replaying.run_replay(options)
+        if output is ReplayFormat.json:
+            _print_json(result.to_dict())
+        elif output is ReplayFormat.csv:
+            sys.stdout.write(replay_report.to_csv(result))
+        else:
+            from radixkv.demo.report import make_console
+
+            replay_report.print_report(result, make_console())
+        return EXIT_OK
 
     return _guarded(work)

@@ -39,7 +39,11 @@ def check_plot_path(path: Path) -> None:
 
 def write_plot(result: DemoResult, path: Path, model_name: str) -> None:
     """Draw and write, by the suffix of the file. A file of that name is replaced as a whole or not at all."""
-    figure = draw(result, model_name)
+    save_figure(draw(result, model_name), path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure, by the suffix of the file. A file of that name is replaced as a whole or not at all."""
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.absolute().parent)
     os.close(handle)
     try:

@@ -1,0 +1,192 @@
+"""Bytes of KV that a token takes in a model, from its config."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from radixkv.core.errors import InvalidRequestError
+
+__all__ = ["KVSize", "kv_size"]
+
+# The names that configs have for the same thing, the usual one first.
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+_DTYPES = ("dtype", "torch_dtype")
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
+_DEFAULT_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """What the keys and values of one token take.
+
+    Attributes:
+        name: Of the model.
+        layers: Layers that keep keys and values; sliding ones count like all others.
+        heads: Key-value heads of a layer.
+        key_dim: Numbers of a key, for one head.
+        value_dim: Numbers of a value, for one head.
+        dtype: Of those numbers.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * _bytes_of(self.dtype)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.layers} layers × {self.heads} KV heads × ({self.key_dim} + {self.value_dim}) × "
+            f"{self.dtype} = {self.bytes_per_token:,} bytes a token"
+        )
+
+
+def kv_size(config: Any) -> KVSize:
+    """Read a config of transformers.
+
+    What counts is what a cache of the keys and values of every layer takes, as radixkv keeps them: layers with a
+    sliding window count in full, and latent attention with the heads that it is expanded to.
+
+    Args:
+        config: Path of a `config.json`, folder or hub id of a model, a dict, or a config object of transformers.
+
+    Raises:
+        InvalidRequestError: It cannot be read, or does not say what is needed.
+    """
+    name, fields = _load(config)
+    fields = fields.get("text_config") or fields.get("llm_config") or fields
+    found = _read(name, fields)
+    if found is None and isinstance(config, (str, Path)):
+        # A config.json may leave out what is its model type's default, which transformers knows.
+        fields = _with_defaults(name, str(Path(config).parent if Path(config).is_file() else config))
+        found = _read(name, fields)
+    if found is None:
+        raise InvalidRequestError(
+            f"model config {name}: does not say how many layers, heads and dimensions the model has"
+        )
+    return found
+
+
+def _read(name: str, fields: dict[str, Any]) -> KVSize | None:
+    layers = _first(fields, _LAYERS)
+    heads = _first(fields, _HEADS)
+    if layers is None or heads is None:
+        return None
+    kv_heads = _first(fields, _KV_HEADS) or (1 if fields.get("multi_query") is True else heads)
+    width = _first(fields, _WIDTH)
+    key_dim = _positive(fields, "head_dim") or _positive(fields, "kv_channels")
+    if key_dim is None and width is not None:
+        key_dim = width // heads
+    value_dim = key_dim
+    nope, rope = _positive(fields, "qk_nope_head_dim"), _positive(fields, "qk_rope_head_dim")
+    if nope is not None and rope is not None:
+        key_dim, value_dim = nope + rope, _positive(fields, "v_head_dim")
+    if key_dim is None or value_dim is None:
+        return None
+    # Layers that read the KV of another layer keep none, nor do those without attention.
+    layers -= _positive(fields, "num_kv_shared_layers") or 0
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list):
+        layers = min(layers, sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds))
+    if layers < 1:
+        return None
+    dtype = next((str(fields[key]) for key in _DTYPES if fields.get(key)), _DEFAULT_DTYPE)
+    return KVSize(name, layers, kv_heads, key_dim, value_dim, dtype.removeprefix("torch."))
+
+
+def _first(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if (value := _positive(fields, name)) is not None), None)
+
+
+def _positive(fields: dict[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _bytes_of(dtype: str) -> int:
+    for name, size in _BYTES.items():
+        if dtype.startswith(name):
+            return size
+    raise InvalidRequestError(
+        f"model config: no size is known for dtype {dtype!r}, only for {', '.join(_BYTES)}"
+    )
+
+
+def _load(config: Any) -> tuple[str, dict[str, Any]]:
+    """Name and fields; what a text model inside of another one inherits (its dtype) is put in it."""
+    if isinstance(config, dict):
+        name, fields = str(config.get("_name_or_path") or "model"), dict(config)
+    elif hasattr(config, "to_dict"):
+        name, fields = str(getattr(config, "name_or_path", "") or "model"), _fields(config)
+    elif isinstance(config, (str, Path)):
+        name, fields = _from_path(str(config))
+    else:
+        raise InvalidRequestError(
+            f"model_config is a path, a hub id, a dict or a config object, got {type(config).__name__}"
+        )
+    for key in ("text_config", "llm_config"):
+        if isinstance(fields.get(key), dict):
+            inherited = {k: fields[k] for k in _DTYPES if fields.get(k)}
+            fields[key] = {**inherited, **fields[key]}
+    return name, fields
+
+
+def _from_path(name: str) -> tuple[str, dict[str, Any]]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    elif path.suffix != ".json" and not name.startswith((".", "/", "~")) and not path.exists():
+        return name, _with_defaults(name, name)
+    try:
+        fields = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise InvalidRequestError(f"model config {name}: there is no {path.name}") from error
+    except OSError as error:
+        raise InvalidRequestError(f"model config {name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"model config {name} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequestError(f"model config {name} is not a JSON object")
+    folder = path.absolute().parent.name
+    return (folder if path.name == "config.json" and folder else path.name), fields
+
+
+def _with_defaults(name: str, where: str) -> dict[str, Any]:
+    """The fields of a config that transformers loads."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise InvalidRequestError(
+            f'model config {name} needs transformers to be read: pip install "radixkv[hf]"'
+        ) from error
+    try:
+        return _fields(transformers.AutoConfig.from_pretrained(where))
+    except Exception as error:  # of several packages, whose errors have no common base
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise InvalidRequestError(f"model config {name} cannot be loaded: {reason}") from error
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields of the text model in a config object, under their usual names."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    fields = dict(text.to_dict())
+    for usual, own in getattr(text, "attribute_map", {}).items():
+        fields.setdefault(usual, fields.get(own))
+    for key in _DTYPES:
+        fields.setdefault(key, getattr(config, key, None))
+    return fields

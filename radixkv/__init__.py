@@ -41,12 +41,14 @@ _HOME = {
     "tree_view": "radixkv.cache.tree_view",
 }
 
-__all__ = [*sorted(_HOME), "__version__", "errors"]
+_MODULES = ("errors", "replay")
+
+__all__ = [*sorted(_HOME), "__version__", "errors", "replay"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        value: Any = importlib.import_module("radixkv.errors")
+    if name in _MODULES:
+        value: Any = importlib.import_module(f"radixkv.{name}")
     elif name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     else:
@@ -60,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from radixkv import errors
+    from radixkv import errors, replay
     from radixkv.cache.prefix_cache import Lease, PrefixCache
     from radixkv.cache.tree_view import TreeView, tree_view
     from radixkv.core.block_pool import BlockPool

@@ -69,7 +69,7 @@ class Engine:
         max_overtakes: With `"prefix"`: by how many later requests one may be passed, at most.
         watermark: Share of the pool that is kept free when a request is admitted beside others.
         swap_cost: For `preemption="auto"`: time to move the KV of a token to host memory, as a multiple of the time to
-            compute it. None takes a value measured on CPUs, or estimated for GPUs.
+            compute it. None takes a value measured on CPUs, or one estimated for GPUs, which nobody has measured yet.
 
     Raises:
         InvalidRequestError: An option makes no sense, or the cache belongs to another model.

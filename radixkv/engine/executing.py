@@ -70,14 +70,19 @@ class Executor:
             streams: The sequences that are not finished.
             patience: Entered while the model runs, and only then; what is raised from within it loses nothing.
         """
-        self._move(step)
-        failed: dict[int, Exception] = {}
-        with patience:
-            try:
-                logits = self._runner.execute(step)
-            except Exception as error:
-                logits, failed = self._one_by_one(step, error)
-        drawn = self._sample(step, streams, logits, failed)
+        try:
+            self._move(step)
+            failed: dict[int, Exception] = {}
+            with patience:
+                try:
+                    logits = self._runner.execute(step)
+                except Exception as error:
+                    logits, failed = self._one_by_one(step, error)
+            drawn = self._sample(step, streams, logits, failed)
+        finally:
+            # Whether the step is completed or taken back now, blocks that a copy reads or writes may change hands.
+            if self._tier is not None:
+                self._tier.fence()
         drawn.failed = failed
         return drawn
 

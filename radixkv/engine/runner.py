@@ -21,6 +21,7 @@ from radixkv.hf.rope import RopeRule
 from radixkv.hf.routing import Routing, attention_configs
 from radixkv.hf.support import base_of, unwrap_model
 from radixkv.sched.step import Step
+from radixkv.store.copy_stream import to_device
 from radixkv.store.kv_store import KVStore
 
 __all__ = ["ModelRunner"]
@@ -180,7 +181,7 @@ class ModelRunner:
 
 def _to_device(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:
     """int64 arrays as tensors, in one transfer."""
-    joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
+    joined = to_device(np.concatenate(arrays, dtype=np.int64), device)
     return list(joined.split([len(array) for array in arrays]))
 
 

@@ -34,7 +34,8 @@ class SchedulerConfig:
         swap_cost: Time to move the KV of one token between the tiers, as a multiple of the time to compute it.
             "auto" swaps where moving a sequence's own blocks out and in again costs less than computing their
             tokens: `2 * swap_cost * blocks * block_size < tokens`. The default is an estimate for a GPU over
-            PCIe: about 0.13 MB for a token of an 8B model, 6 us, against 50 us to compute it. On a CPU, where
+            PCIe, not measured on one yet: about 0.13 MB for a token of an 8B model, 6 us, against 50 us to
+            compute it. `benchmarks/gpu.py` prints what it is on yours. On a CPU, where
             `benchmarks/preemption.py` measures it, it is 0.005 to 0.03.
 
     Raises:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from radixkv.core.errors import InvalidRequestError
+from radixkv.store.copy_stream import to_device
 from radixkv.store.layout import KVLayout
 from radixkv.store.sizing import format_bytes
 
@@ -111,7 +112,7 @@ class KVStore:
         index = None
         if len(runs) > _MAX_RUNS:
             slots = (part[:, None] * size + np.arange(size)).reshape(-1)[skip : skip + stop - start]
-            index = torch.from_numpy(np.ascontiguousarray(slots)).to(self.layout.device)
+            index = to_device(np.ascontiguousarray(slots), self.layout.device)
         return SlotRuns(stop - start, tuple(runs), index)
 
     def read(self, layer: int, where: SlotRuns, key_out: Tensor, value_out: Tensor) -> None:
@@ -153,35 +154,15 @@ class KVStore:
             sources: int32 `[n]`.
             targets: int32 `[n]`, distinct.
         """
-        source_ids, target_ids = _as_moves("copy_blocks", sources, targets, self.num_blocks, self.num_blocks)
+        source_ids, target_ids = as_moves("copy_blocks", sources, targets, self.num_blocks, self.num_blocks)
         if np.isin(target_ids, source_ids).any():
             raise InvalidRequestError(
                 "copy_blocks: targets must be distinct, and none may be a source as well"
             )
-        source = torch.from_numpy(source_ids).to(self.layout.device)
-        target = torch.from_numpy(target_ids).to(self.layout.device)
+        source, target = to_device(np.stack((source_ids, target_ids)), self.layout.device)
         for tensor in (*self.keys, *self.values):
             if tensor is not None:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
-
-    def copy_blocks_from(self, other: KVStore, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole blocks of another store of the same shapes, such as a host tier, into this one.
-
-        Args:
-            other: Where they come from; it may be on another device.
-            sources: int32 `[n]`, blocks of `other`.
-            targets: int32 `[n]`, distinct blocks of this store.
-        """
-        if other.layout.layers != self.layout.layers or other.block_size != self.block_size:
-            raise InvalidRequestError("copy_blocks_from: the two stores hold blocks of different shapes")
-        source_ids, target_ids = _as_moves(
-            "copy_blocks_from", sources, targets, other.num_blocks, self.num_blocks
-        )
-        source = torch.from_numpy(source_ids).to(other.layout.device)
-        target = torch.from_numpy(target_ids).to(self.layout.device)
-        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            if mine is not None and theirs is not None:
-                mine.index_copy_(0, target, theirs.index_select(0, source).to(self.layout.device))
 
     def _flat(self, tensors: list[Tensor | None], layer: int) -> Tensor:
         tensor = tensors[layer]
@@ -190,7 +171,7 @@ class KVStore:
         return tensor.view(-1, *tensor.shape[2:])
 
 
-def _as_moves(
+def as_moves(
     what: str, sources: np.ndarray, targets: np.ndarray, num_sources: int, num_targets: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Both as int64, after checking that they name blocks that exist, each target once."""

@@ -174,8 +174,8 @@ class _Blocks(_Replay):
             match = tree.match(ids, retention=retention)
             hits = min(match.num_tokens, usable[number])
             own = tree.allocate(len(ids) - match.num_tokens)
-            result = tree.insert(ids, np.concatenate((match.take(), own)), retention=retention)
             counted.peak_blocks = max(counted.peak_blocks, pool.num_held)
+            result = tree.insert(ids, np.concatenate((match.take(), own)), retention=retention)
             pool.release(result.blocks)
             if keep is not None and tree.num_cached_blocks > keep:
                 tree.evict(tree.num_cached_blocks - keep)
@@ -223,7 +223,7 @@ class _Tokens(_Replay):
             return hits
         held = known.take()
         own = tree.allocate(self.trace.blocks_of(request) - len(held))
-        result = tree.insert(tokens, np.concatenate((held, own)), retention=retention)
         self.counted.peak_blocks = max(self.counted.peak_blocks, pool.num_held)
+        result = tree.insert(tokens, np.concatenate((held, own)), retention=retention)
         pool.release(result.blocks)
         return hits

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from radixkv.cache.locking import BooksLock, InterruptsHeld
+from radixkv.cache.miss_notes import MissNotes
 from radixkv.cache.tree_view import TreeView, ViewOptions, make_view, take_snapshot
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
@@ -160,7 +161,8 @@ class PrefixCache:
         self.tree = RadixTree(self.pool, block_size=block_size, policy=policy)
         self.store = KVStore(layout, size, block_size)
         self._recorder = StatsRecorder()
-        self._evicted_before = 0
+        self._notes = MissNotes(size, block_size)
+        self.tree.add_listener(self._notes)
         # One lock over pool and tree. KV is copied outside of it: a leased block does not change, and a
         # freshly allocated one is known to nobody else.
         self._lock = BooksLock()
@@ -267,7 +269,7 @@ class PrefixCache:
         self._flush()
         holder: list[Match] = []
         try:
-            return Lease(self, self.lookup(array, self._key(namespace, len(array)), holder))
+            return Lease(self, self.lookup(array, self._key(namespace, len(array)), holder, again=True))
         except BaseException:
             for match in holder:
                 self.release(match)
@@ -286,6 +288,8 @@ class PrefixCache:
         with self._lock:
             keys = None if wanted is None else self._keys_of.get(wanted, set())
             freed = self.tree.clear_all(keys)
+            if keys is not None:  # else the tree has told it
+                self._notes.cleared({canonical_namespace(key) for key in keys})
             self._generation += 1
             if wanted is None:
                 self._keys_of.clear()
@@ -307,25 +311,41 @@ class PrefixCache:
                 self._plug.discard(None)
             self._generation += 1
             self.tree.drop_evictable()
+            self._notes.cleared(None, forever=self._plug is not None)
 
     @property
     def stats(self) -> CacheStats:
         """A snapshot of the counters since the start or the last `reset_stats()`."""
         self._flush()
         with self._lock:
-            evicted = self.tree.num_evicted_blocks_total - self._evicted_before
-        return self._recorder.snapshot(evicted_blocks=evicted)
+            return self._recorder.snapshot(*self._evicted())
+
+    @property
+    def lifetime_stats(self) -> CacheStats:
+        """A snapshot of the counters since the cache was made, whatever `reset_stats()` does; for monitoring.
+
+        Unlike `stats` it does not first store what sessions of this thread have computed, so that it may be
+        called from a thread that has nothing to do with the model.
+        """
+        with self._lock:
+            return self._recorder.totals(*self._evicted())
 
     @property
     def last_requests(self) -> tuple[RequestStats, ...]:
         """The prompts of the most recent call of any thread, one entry for each row."""
         return self._recorder.last_requests
 
+    def recent_requests(self, num: int = 20) -> tuple[RequestStats, ...]:
+        """The latest prompts of all calls, the newest last; `RequestStats.explain()` says why one hit or did not.
+
+        The last 1,000 are kept, until `reset_stats()`.
+        """
+        return self._recorder.recent_requests(num)
+
     def reset_stats(self) -> None:
         """Start counting from zero; what is cached stays."""
         with self._lock:
-            self._evicted_before = self.tree.num_evicted_blocks_total
-            self._recorder.reset()
+            self._recorder.reset(*self._evicted())
 
     def publish_events(
         self,
@@ -379,7 +399,8 @@ class PrefixCache:
         wanted = ViewOptions(namespace=namespace, tokenizer=tokenizer, **options)
         self._flush()
         with self._lock:
-            users = {key: user for user, keys in self._keys_of.items() for key in keys}
+            # The tree takes a key for a namespace like any other, and writes it in its own way.
+            users = {canonical_namespace(key): user for user, keys in self._keys_of.items() for key in keys}
             snapshot = take_snapshot(self.tree)
         return make_view(snapshot, wanted, users)
 
@@ -442,7 +463,12 @@ class PrefixCache:
     # -- for plug-ins and engines ---------------------------------------------------------------------------
 
     def lookup(
-        self, tokens: np.ndarray, key: bytes, holder: list[Match], max_tokens: int | None = None
+        self,
+        tokens: np.ndarray,
+        key: bytes,
+        holder: list[Match],
+        max_tokens: int | None = None,
+        again: bool = False,
     ) -> Match:
         """Match and hold the longest cached prefix; give it back with `release`.
 
@@ -452,13 +478,29 @@ class PrefixCache:
             holder: The match is appended here while interrupts are held back, so that an exception right
                 after cannot lose it.
             max_tokens: Upper limit of the match.
+            again: This is no request of its own.
         """
         begin = time.perf_counter()
         with self._lock:
-            match = self.tree.match(tokens, key, max_tokens=max_tokens)
+            match = self.tree.match(tokens, key, max_tokens=max_tokens, again=again)
             holder.append(match)
         self._recorder.add(lookup_seconds=time.perf_counter() - begin)
         return match
+
+    def learn_key(self, key: bytes, namespace: bytes) -> None:
+        """The tree namespace `key` belongs to a user's namespace (canonical): records of misses will name that."""
+        with self._lock:
+            self._notes.learn(canonical_namespace(key), namespace)
+
+    def note_bypass(self, tokens: np.ndarray, namespace: bytes) -> None:
+        """A prompt of a user's namespace (canonical) is passed through: remember that, in case it comes again.
+
+        Args:
+            tokens: int64 `[num_tokens]`.
+            namespace: Canonical.
+        """
+        with self._lock:
+            self._notes.bypassed(namespace, tokens)
 
     def release(self, match: Match) -> None:
         """Give a match back."""
@@ -498,6 +540,8 @@ class PrefixCache:
                     return known
                 wanted = -(-len(tokens) // size) - len(held)
                 room = min(wanted, self.pool.num_free + self.tree.num_evictable_blocks)
+                if room < wanted:
+                    self._notes.not_kept(canonical_namespace(key), tokens, len(held) + room)
                 if room == 0:
                     return known
                 held = np.concatenate((held, self.tree.allocate(room)))
@@ -511,7 +555,9 @@ class PrefixCache:
                     return 0
                 result = self.tree.insert(tokens, held, key)
                 held, num_new = result.blocks, result.num_new_tokens
-                self._keys_of.setdefault(key if namespace is None else namespace, set()).add(key)
+                user = key if namespace is None else namespace
+                self._keys_of.setdefault(user, set()).add(key)
+                self._notes.learn(canonical_namespace(key), user)
         finally:
             with self._lock:
                 self.pool.release(held)
@@ -536,7 +582,9 @@ class PrefixCache:
     def register_key(self, namespace: Namespace, key: bytes) -> None:
         """Say that entries under the tree namespace `key` belong to a user's namespace, so that `clear` finds them."""
         with self._lock:
-            self._keys_of.setdefault(canonical_namespace(namespace), set()).add(key)
+            user = canonical_namespace(namespace)
+            self._keys_of.setdefault(user, set()).add(key)
+            self._notes.learn(canonical_namespace(key), user)
 
     def _namespace_of(self, key: bytes) -> bytes:
         """Canonical namespace of the user that a tree namespace belongs to."""
@@ -554,6 +602,10 @@ class PrefixCache:
                 "this cache was made without a model: make it with PrefixCache.for_model(model) to plug it in"
             )
         return self._plug
+
+    def _evicted(self) -> tuple[int, int]:
+        """Blocks and tokens evicted since the cache was made."""
+        return self.tree.num_evicted_blocks_total, self.tree.num_evicted_tokens_total
 
     def _flush(self) -> None:
         if self._plug is not None:

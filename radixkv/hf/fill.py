@@ -40,11 +40,13 @@ class Filled:
         layers: One for each cache index.
         skip: Leading columns that they hold, and the forward has to leave out.
         rows: The prompts.
+        notes: What was said of each when it was looked up (`Match.note`).
     """
 
     layers: list[Any]
     skip: int
     rows: list[Row]
+    notes: list[object | None]
 
     @property
     def computed_ahead(self) -> int:
@@ -54,10 +56,10 @@ class Filled:
     def requests(self) -> list[RequestStats]:
         """What each prompt is spared."""
         result = []
-        for row in self.rows:
+        for row, note in zip(self.rows, self.notes, strict=True):
             total = len(row.tokens)
             hit = min(total, max(0, self.skip - row.pad - row.computed))
-            result.append(RequestStats(total, hit, total - hit))
+            result.append(RequestStats.of(total, hit, note, required=total - row.limit))
         return result
 
 
@@ -104,9 +106,9 @@ class Filler:
         layers = self._new_layers()
         # An interrupt in here would leave blocks held that nobody knows of.
         with InterruptsHeld():
-            shared, climbs, skip = self._fill_cached(layers, rows, pads, key, columns, ahead)
+            shared, climbs, skip, notes = self._fill_cached(layers, rows, pads, key, columns, ahead)
         if skip == 0:
-            return Filled(layers, 0, rows)
+            return Filled(layers, 0, rows, notes)
         for step in shared:
             self._compute_row(layers, rows, step.leader, ids, step.start, step.stop)
             for follower in step.followers:
@@ -115,12 +117,12 @@ class Filler:
             self._climb(layers, rows, climb, ids, mask)
         for layer in _kv(layers):
             layer.length = skip
-        return Filled(layers, skip, rows)
+        return Filled(layers, skip, rows, notes)
 
     def _fill_cached(
         self, layers: list[Any], rows: list[Row], pads: np.ndarray, key: bytes, columns: int, ahead: int
-    ) -> tuple[list[Shared], list[Climb], int]:
-        """Copy in what is cached. What is left to compute, and the column that all rows then reach."""
+    ) -> tuple[list[Shared], list[Climb], int, list[object | None]]:
+        """Copy in what is cached. What is left to compute, the column that all rows then reach, and notes of misses."""
         matches: list[Match] = []
         shared: list[Shared] = []
         climbs: list[Climb] = []
@@ -139,7 +141,7 @@ class Filler:
             if skip > 0:
                 self._allocate(layers, rows, cached, columns)
                 self._gather(layers, rows, matches)
-            return shared, climbs, max(0, skip)
+            return shared, climbs, max(0, skip), [match.note for match in matches]
         finally:
             with self._cache.lock:
                 for match in matches:

@@ -40,6 +40,7 @@ from radixkv.hf.calls import (
 from radixkv.hf.compat import ForwardCall, bare_cache, install_layers, text_config
 from radixkv.hf.explicit import ExplicitSession, SessionCache
 from radixkv.hf.fill import Filler
+from radixkv.hf.flops import prefill_cost
 from radixkv.hf.guard import GenerateGuard, guard_prompt, place
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.own_forward import in_own_forward
@@ -56,6 +57,10 @@ _attached: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HFPlug]] = wea
 # Reentrant: an abandoned `with` may be ended by the garbage collector at any line.
 _attach_lock = threading.RLock()
 
+
+# Bypassed calls whose KV depends on more than the tokens, or does not begin with them.
+_TOKENS_ARE_NOT_ALL = frozenset({"inputs_embeds", "extra_inputs", "position_ids", "own_cache", "empty"})
+_MOST_PASSED = 16  # prompts on a GPU that were passed through and are not read back yet
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call on the model, as a hook gets them
 
@@ -129,7 +134,9 @@ class HFPlug:
         self._live: weakref.WeakSet[Session] = weakref.WeakSet()
         self._dead: deque[Session] = deque()
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._passed_prompts: deque[tuple[bytes, Tensor, Tensor | None]] = deque()
         self._warned: set[str] = set()
+        cache.recorder.cost = prefill_cost(self.base, self._config, cache.layout)
 
     # -- the interface of ModelPlug -------------------------------------------------------------------------
 
@@ -441,6 +448,7 @@ class HFPlug:
         serve = outer.wants_cache
         if not serve:  # all logits are wanted, so all tokens must be computed; their KV can be kept
             self._count("full_logits")
+        self._tell_passed()
         began = time.perf_counter()
         ahead = max(1, int(outer.keep or 0)) if serve else ids.shape[1]
         filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin.key, ahead)
@@ -472,6 +480,30 @@ class HFPlug:
         # A loop without a cache sends everything again, one token longer: still the same call.
         if reason != "use_cache_false" or last != (reason, length - 1):
             self._count(reason)
+            if reason not in _TOKENS_ARE_NOT_ALL:
+                self._remember_passed(self._namespace, ids, call.get("attention_mask"))
+
+    def _remember_passed(self, namespace: Namespace, ids: Any, mask: Any) -> None:
+        """Note the prompts of a call that is passed through, so that a miss of them later can be explained."""
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            return
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+            mask = None
+        # A copy, for the caller may write to theirs; read back later, so as not to wait for a GPU now.
+        self._passed_prompts.append((canonical_namespace(namespace), ids.detach().clone(), mask))
+        if ids.device.type == "cpu" or len(self._passed_prompts) > _MOST_PASSED:
+            self._tell_passed()
+
+    def _tell_passed(self) -> None:
+        while self._passed_prompts:
+            try:
+                user, ids, mask = self._passed_prompts.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            host = ids.cpu().numpy().astype(np.int64, copy=False)
+            seen = None if mask is None else mask.detach().cpu().numpy() != 0
+            for i, row in enumerate(host):
+                self._cache.note_bypass(row if seen is None else row[seen[i]], user)
 
     def _was_passed(self, past: Any) -> bool:
         try:
@@ -529,6 +561,7 @@ class HFPlug:
         state, cast = circumstances
         user = canonical_namespace(namespace)
         key = self.key_under(circumstances, namespace, num_tokens)
+        self._cache.learn_key(key, user)
         return Origin(key, user, state, (state[1], state[2], cast), num_tokens)
 
     # -- for engines ----------------------------------------------------------------------------------------
@@ -583,19 +616,22 @@ class HFPlug:
         origin = self._origin(namespace, ids.shape[1] - int(pads.min()))
         reason = "training" if self._watch.may_drop() else self._unsharable(origin)
         usable = reason is None
-        if reason is not None:
-            self._count(reason)
         columns = ids.shape[1]
         mask = None
         if pads.any():
             starts = torch.as_tensor(pads, device=ids.device)[:, None]
             mask = (torch.arange(columns, device=ids.device) >= starts).to(torch.int64)
+        if reason is not None:
+            self._count(reason)
+            self._remember_passed(namespace, ids, mask)
+        self._tell_passed()
         with self._busy():
             began = time.perf_counter()
             filled = self._fill.fill(ids, mask, pads, origin.key, 1 if usable else columns)
             if filled.computed_ahead and self._cache.layout.device.type == "cpu":
                 self._cache.recorder.record_prefill(filled.computed_ahead, time.perf_counter() - began)
-            self._cache.recorder.record_requests(filled.requests())
+            requests = filled.requests() if usable else [_passed(row.tokens) for row in filled.rows]
+            self._cache.recorder.record_requests(requests)
             session = self._new_session(origin, filled.layers, pads, ids, explicit=True)
             session.trusted = usable
             session.feed(ids[:, : filled.skip], self._rope)
@@ -646,3 +682,8 @@ class HFPlug:
     def __deepcopy__(self, memo: dict[int, Any]) -> HFPlug:
         # `copy.deepcopy(model)` copies its hooks: on the copy they find another module, and do nothing.
         return self
+
+
+def _passed(tokens: np.ndarray) -> RequestStats:
+    """The record of a prompt that is served, but not from the cache."""
+    return RequestStats(len(tokens), 0, len(tokens), 0, "bypassed")

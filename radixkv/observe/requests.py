@@ -13,7 +13,7 @@ MISS_REASONS = {
     "evicted": "was cached before and has been evicted",
     "cleared": "was cached before, until the cache was cleared",
     "other_namespace": "was cached in another namespace",
-    "bypassed": "was computed before by a call that was passed through (see stats.bypasses)",
+    "bypassed": "was computed by a call that was passed through (see stats.bypasses)",
     "not_kept": "was computed before, but there was no room to keep it",
     "unknown": "is new, or so old that the cache has forgotten what became of it",
     "unused": "was cached, but taking it was not worth its cost in this call",

@@ -29,6 +29,7 @@ DEFAULT_BLOCK_SIZE = 16
 Progress = Callable[[str, int, "int | None"], None]
 
 _GZIP = b"\x1f\x8b"
+_LONGEST_REASON = 200  # a number in a message may have hundreds of digits
 _LOOK_EVERY = 64  # lines between two calls of `progress`
 
 
@@ -115,7 +116,9 @@ class _Reading:
                     reader = self._make_reader(shape, size)
                 requests.append(reader.read(item, number))
             except BadRequest as error:
-                reason = f"{self._name}, line {number}: {error}"
+                said = str(error)
+                said = said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
+                reason = f"{self._name}, line {number}: {said}"
                 if not self._skip_bad:
                     raise InvalidRequestError(reason) from error
                 num_bad += 1

@@ -210,6 +210,8 @@ def _retention(item: dict[str, Any], timestamp: float | None) -> Retention | Non
         return None
     if isinstance(priority, bool) or not isinstance(priority, (int, np.integer, type(None))):
         raise BadRequest(f"priority must be an integer, got {_kind(priority)}")
+    if priority is not None and not -(2**63) <= priority < 2**63:
+        raise BadRequest(f"priority does not fit into int64: {priority}")
     if ttl is not None and ttl <= 0:
         raise BadRequest(f"ttl must be a number of seconds above 0, got {ttl:g}")
     if ttl is not None and timestamp is None:

@@ -14,7 +14,7 @@ from radixkv.core import policy_names
 from radixkv.replay import ceiling, read_trace
 from radixkv.replay.runs import run, run_unlimited
 
-from .replay_models import Ambiguous, TokenLRU, leaf_cache_hits, leaves, most_hits, paths_of
+from .replay_models import Ambiguous, TokenLRU, common_length, leaf_cache_hits, leaves, most_hits, paths_of
 
 # Hit tokens of the public Mooncake conversation trace (see the docs), by a plain reference.
 CONVERSATION = {
@@ -156,7 +156,7 @@ def test_without_a_limit_everything_seen_before_is_hit(requests, block_size):
     hits, seen = 0, []
     for tokens in requests:
         limit = tokens[:-1]
-        hits += max((len(os.path.commonprefix([limit, other])) for other in seen), default=0)
+        hits += max((common_length(limit, other) for other in seen), default=0)
         seen.append(tokens)
     found = run_unlimited(trace)
     assert (found.hit_tokens, found.evicted_blocks) == (hits, 0)

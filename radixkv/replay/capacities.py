@@ -19,7 +19,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _TOKENS = ("tok", "token", "tokens")
-_SIZE = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9][0-9_,]{0,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*([A-Za-z]*)\s*")
 _MOST = 2**30 - 1  # blocks of a pool
 
 
@@ -73,8 +73,8 @@ def _split(capacity: int | str) -> tuple[float | int, str]:
     unit = found[2].lower() if found else "?"
     if found is None or (unit and unit not in _TOKENS and unit not in _UNITS):
         raise InvalidRequestError(
-            f"capacity {capacity!r} cannot be understood: give blocks (1000), tokens (512000tok), memory (40GiB) or "
-            f"{UNLIMITED!r}"
+            f"capacity {capacity[:40]!r} cannot be understood: give blocks (1000), tokens (512000tok), memory "
+            f"(40GiB) or {UNLIMITED!r}"
         )
     digits = found[1].replace(",", "").replace("_", "")
     return (float(digits) if "." in digits else int(digits)), unit

@@ -157,9 +157,11 @@ def simulate(
     trace.require_room(min(capacities))
 
     todo = [(number, blocks) for blocks in capacities for number in range(len(policies))]
+    # A pool that is larger than what is ever needed at once does the same as one that is just large enough.
+    pools = [(number, min(blocks, unlimited.peak_blocks)) for number, blocks in todo]
     if steps is not None:
         steps.expect(len(todo) * len(trace))
-    runs = dict(zip(todo, _run_all(trace, policies, todo, jobs, steps), strict=True))
+    runs = dict(zip(todo, _run_all(trace, policies, pools, jobs, steps), strict=True))
     inside = inside_blocks(trace, unlimited)
     results = []
     for blocks in capacities:

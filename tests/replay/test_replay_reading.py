@@ -294,7 +294,7 @@ def test_nothing_in_it(tmp_path):
         for skip_bad in (False, True):
             with pytest.raises(InvalidRequestError, match="is empty"):
                 read_trace(tmp_path / "t.jsonl", skip_bad=skip_bad)
-    with pytest.raises(InvalidRequestError, match="all 2 lines were skipped, the first because of .*line 1"):
+    with pytest.raises(InvalidRequestError, match=r"all 2 lines were skipped, the first because of .*line 1"):
         read_trace(write(tmp_path / "t.jsonl", "?", "?"), skip_bad=True)
 
 
@@ -308,7 +308,7 @@ def test_binary_files(tmp_path, skip_bad):
     with pytest.raises(InvalidRequestError, match="binary"):
         read_trace(path, skip_bad=skip_bad)
     path.write_bytes(b"\xff\xfe\xfa rubbish\n")
-    with pytest.raises(InvalidRequestError, match="line 1: not UTF-8|all 1 lines were skipped"):
+    with pytest.raises(InvalidRequestError, match=r"line 1: not UTF-8|all 1 lines were skipped"):
         read_trace(path, skip_bad=skip_bad)
 
 
@@ -322,7 +322,7 @@ def test_damaged_gzip(tmp_path, skip_bad):
     damaged = bytearray(packed)
     damaged[len(packed) // 2 :] = os.urandom(len(packed) - len(packed) // 2)
     path.write_bytes(damaged)
-    with pytest.raises(InvalidRequestError, match="damaged|too early|line"):
+    with pytest.raises(InvalidRequestError, match=r"damaged|too early|line"):
         read_trace(path)
     path.write_bytes(packed[:-8] + b"12345678")
     with pytest.raises(InvalidRequestError, match="damaged"):
@@ -347,7 +347,7 @@ def test_sources_that_cannot_be_read(tmp_path):
 
 def test_a_request_that_fits_nowhere_is_named():
     trace = read_trace([{"token_ids": [1] * 10}, {"token_ids": [1] * 50}, {"token_ids": [1] * 49}])
-    with pytest.raises(InvalidRequestError, match="line 2: 50 tokens need 4 blocks of 16, .* at least 4"):
+    with pytest.raises(InvalidRequestError, match=r"line 2: 50 tokens need 4 blocks of 16, .* at least 4"):
         trace.require_room(3)
     trace.require_room(4)
     assert trace.fitting(4) is trace

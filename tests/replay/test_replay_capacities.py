@@ -1,0 +1,186 @@
+"""Sizes of caches and of KV: from numbers, texts and configs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.errors import InvalidRequestError
+from radixkv.replay import KVSize, kv_size, ladder, parse_capacity
+
+SIZE = KVSize("m", 2, 4, 8, 8, "float16")  # 256 bytes a token
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "blocks"),
+    [
+        (1000, 1000),
+        ("1000", 1000),
+        (" 1,000 ", 1000),
+        ("1_000", 1000),
+        ("160tok", 10),
+        ("175 tokens", 10),
+        ("4096B", 1),
+        ("1MiB", 256),
+        ("0.5 mib", 128),
+        (".5MB", 122),
+        ("1GiB", 2**18),
+        ("1GB", 10**9 // 4096),
+        ("unlimited", 77),
+    ],
+)
+def test_capacities(capacity, blocks):
+    assert parse_capacity(capacity, 16, SIZE, 77) == blocks
+
+
+@pytest.mark.parametrize(
+    ("capacity", "reason"),
+    [
+        (0, "not even one block"),
+        (-5, "not even one block"),
+        ("-5", "cannot be understood"),
+        ("15tok", "not even one block of 16 tokens"),
+        ("1kB", "not even one block of 16 tokens, which take 4,096 bytes"),
+        ("1.5", "whole numbers"),
+        ("many", "cannot be understood"),
+        ("", "cannot be understood"),
+        ("5 apples", "cannot be understood"),
+        ("1e3", "cannot be understood"),
+        (2.0, "got 2.0"),
+        (True, "got True"),
+        (None, "got None"),
+        (10**12, "at most"),
+        ("9" * 20, "at most"),
+        ("9" * 20 + ".5TiB", "at most"),
+        ("9" * 5000, "cannot be understood"),
+    ],
+)
+def test_capacities_that_are_none(capacity, reason):
+    with pytest.raises(InvalidRequestError, match=reason):
+        parse_capacity(capacity, 16, SIZE, 77)
+
+
+def test_memory_needs_a_model():
+    with pytest.raises(InvalidRequestError, match="--model-config"):
+        parse_capacity("1GiB", 16, None, 77)
+
+
+@given(fewest=st.integers(1, 10**6), more=st.integers(0, 10**7))
+def test_a_ladder_leads_from_the_longest_request_to_everything(fewest, more):
+    rungs = ladder(fewest, fewest + more)
+    assert rungs == sorted(set(rungs))
+    assert rungs[0] >= fewest
+    assert rungs[-1] == fewest + more
+    assert len(rungs) <= 24
+    assert len(rungs) > 3 or more < 4
+
+
+def test_a_ladder_has_round_numbers():
+    assert ladder(247, 182790) == [500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 182790]
+
+
+# -- KV of a token -------------------------------------------------------------------------------------------
+
+
+def test_a_llama():
+    size = kv_size(LLAMA)
+    assert size.bytes_per_token == 32 * 8 * (128 + 128) * 2 == 131072
+    assert "131,072 bytes a token" in str(size)
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float32"}, 12 * 12 * 128 * 4),
+        ({**LLAMA, "head_dim": 256}, 32 * 8 * 512 * 2),
+        ({**LLAMA, "num_key_value_heads": None}, 32 * 32 * 256 * 2),
+        ({"n_layers": 4, "num_heads": 8, "d_model": 64, "multi_query": True}, 4 * 1 * 16 * 2),
+        ({**LLAMA, "torch_dtype": "torch.float8_e4m3fn"}, 32 * 8 * 256),
+        ({"text_config": LLAMA, "vision_config": {"num_hidden_layers": 99}}, 131072),
+        ({"text_config": {**LLAMA, "torch_dtype": None}, "dtype": "float32"}, 2 * 131072),
+        ({**LLAMA, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}, 32 * 8 * (192 + 96) * 2),
+        ({**LLAMA, "num_kv_shared_layers": 12}, 20 * 8 * 256 * 2),
+        ({**LLAMA, "layer_types": ["sliding_attention", "full_attention"] * 16}, 131072),
+        ({**LLAMA, "layer_types": ["linear_attention", "full_attention"] * 16}, 131072 // 2),
+    ],
+)  # fmt: skip
+def test_the_names_that_configs_have_for_it(fields, numbers):
+    assert kv_size(fields).bytes_per_token == numbers
+
+
+def test_paths(tmp_path):
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    for path in (folder, str(folder), folder / "config.json"):
+        assert (kv_size(path).name, kv_size(path).bytes_per_token) == ("some-model", 131072)
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "GPT2Config", "Gemma3TextConfig", "Qwen3Config"])
+def test_what_a_cache_of_the_model_takes(tmp_path, kind):
+    """The truth is what transformers itself keeps: the cache of a small model after one forward."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
+    if kind != "GPT2Config":
+        small["num_key_value_heads"] = 2
+    config = getattr(transformers, kind)(**small)
+    config.dtype = torch.float32
+    if kind != "GPT2Config":
+        config.intermediate_size = 16
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(1, 6)[None], use_cache=True).past_key_values
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 5
+    assert kv_size(config).bytes_per_token == kept
+    config.save_pretrained(tmp_path)
+    assert kv_size(tmp_path).bytes_per_token == kept
+
+
+def test_a_config_that_leaves_out_defaults_is_completed(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 3}))
+    assert kv_size(tmp_path).bytes_per_token == 3 * 12 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("\xff\xfe", "is not JSON"),
+        ('{"num_hidden_layers": 2}', "cannot be loaded|does not say"),
+        (json.dumps({**LLAMA, "torch_dtype": "int4"}), "dtype 'int4'"),
+    ],
+)
+def test_configs_that_say_nothing(tmp_path, text, reason):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        parse_capacity("1GiB", 16, kv_size(tmp_path), 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_configs_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for where in ("./none", "none.json", str(tmp_path)):
+        with pytest.raises(InvalidRequestError, match="there is no"):
+            kv_size(where)
+    with pytest.raises(InvalidRequestError, match="got int"):
+        kv_size(3)
+    with pytest.raises(InvalidRequestError, match="does not say how many"):
+        kv_size({})
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InvalidRequestError, match=r'pip install "radixkv\[hf\]"'):
+        kv_size("some/model")

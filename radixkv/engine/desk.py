@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from radixkv.engine.detokenize import TextStream
 from radixkv.engine.executing import Drawn
 from radixkv.engine.records import Record, Stream
 from radixkv.engine.sampler import SequenceSampler
+from radixkv.observe.histogram import SECONDS, Histogram
 from radixkv.observe.stats import RequestStats, StatsRecorder
 from radixkv.sched import Scheduler, Sequence, Step
 
@@ -35,6 +36,9 @@ class Desk:
         ready: Outputs for `Engine.step`.
         num_finished: Completions so far.
         num_generated: Tokens so far.
+        finished_by_reason: Completions so far.
+        ttft: Seconds to the first token of each request.
+        latency: Seconds to the end of each completion.
     """
 
     def __init__(self, tokenizer: Any, scheduler: Scheduler, recorder: StatsRecorder) -> None:
@@ -45,6 +49,8 @@ class Desk:
         self.streams: dict[Sequence, Stream] = {}
         self.ready: list[TokenOutput] = []
         self.num_finished = self.num_generated = 0
+        self.finished_by_reason: Counter[str] = Counter()
+        self.ttft, self.latency = Histogram(SECONDS), Histogram(SECONDS)
 
     def add(self, record: Record) -> None:
         """A new request, with its streams."""
@@ -83,10 +89,12 @@ class Desk:
             if stream is None or i in ignored:
                 continue
             record = stream.record
-            if not record.counted:
+            is_first = not record.counted
+            if is_first:
                 record.counted = True
                 prompt, hit = len(record.request.tokens), record.request.num_cached_tokens
-                self._recorder.record_requests([RequestStats(prompt, hit, prompt - hit)])
+                made = RequestStats.of(prompt, hit, record.request.note, rid=record.rid)
+                self._recorder.record_requests([made])
             if i in drawn.errors:
                 stream.error = drawn.errors[i]
                 self.end(stream)
@@ -99,6 +107,8 @@ class Desk:
                 text, stream.text, stream.error = None, None, error
                 if sequence.finish_reason is None:
                     self._scheduler.finish(sequence, "error")
+            if is_first and stream.first_token is not None:
+                self.ttft.add(stream.first_token - record.began)
             if sequence.finish_reason is not None:
                 self.end(stream, token, text)
             else:
@@ -117,6 +127,9 @@ class Desk:
         completion = stream.finish(self._tokenizer)
         _let_go_of_frames(completion)
         self.num_finished += 1
+        self.finished_by_reason[completion.finish_reason] += 1
+        if completion.finish_reason not in ("abort", "error"):
+            self.latency.add(completion.latency_s)
         if stream.text is not None and completion.text is not None:
             rest = completion.text[stream.given :]  # what was held back is certain now
             text = (text or "") + rest if rest else text

@@ -164,6 +164,7 @@ class Engine:
         self._orphans: deque[object] = deque()
         self._names = itertools.count()
         self._num_steps = 0
+        self._peak_used_blocks = 0
 
     def __repr__(self) -> str:
         s = self._scheduler
@@ -204,7 +205,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of its counters."""
         self._sweep()
-        s = self._scheduler.stats
+        return self.lifetime_stats
+
+    @property
+    def lifetime_stats(self) -> EngineStats:
+        """The same for monitoring: any thread may ask for it, also in the middle of a step."""
+        s, pool = self._scheduler.stats, self._cache.pool
         block_bytes = 0 if self._tier is None else self._tier.block_bytes
         return EngineStats(
             running=self._scheduler.num_running,
@@ -223,8 +229,14 @@ class Engine:
             swapped_out_bytes=s.swapped_out_blocks * block_bytes,
             swapped_in_bytes=s.swapped_in_blocks * block_bytes,
             recomputed_tokens=s.recomputed_tokens,
+            resumed_tokens=s.resumed_tokens,
             cow_copies=s.cow_copies,
             block_utilisation=s.block_utilisation,
+            used_blocks=pool.num_held - pool.num_idle,
+            peak_used_blocks=self._peak_used_blocks,
+            finished_by_reason=dict(self._desk.finished_by_reason),
+            ttft=self._desk.ttft.snapshot(),
+            latency=self._desk.latency.snapshot(),
         )
 
     def check(self) -> None:
@@ -568,6 +580,8 @@ class Engine:
             self._notice_changes()
             with self._cache.lock:
                 step = self._scheduler.schedule()
+                pool = self._cache.pool
+                self._peak_used_blocks = max(self._peak_used_blocks, pool.num_held - pool.num_idle)
             if step is None:
                 if self._desk.streams:
                     raise RuntimeError(
@@ -612,7 +626,13 @@ class Engine:
         seconds = time.perf_counter() - began
         with self._cache.lock:
             broken = self._drop_failed(step, drawn.failed)
+            before = self._paused_tokens()
             done = self._scheduler.complete(step, drawn.tokens, drawn.finished)
+            resumed, recomputed = (
+                now - then for now, then in zip(self._paused_tokens(), before, strict=True)
+            )
+        if resumed or recomputed:
+            self._cache.recorder.add(resumed_tokens=resumed, recomputed_tokens=recomputed)
         self._num_steps += step.num_tokens > 0
         self._count_prefill(step, seconds)
         self._desk.hand_out(step, drawn, set(done.ignored))
@@ -623,6 +643,10 @@ class Engine:
         for sequence in (*step.finished, *broken):
             if sequence in streams:
                 self._desk.end(streams[sequence])
+
+    def _paused_tokens(self) -> tuple[int, int]:
+        """Tokens that paused sequences have found again, and computed again."""
+        return self._scheduler.num_resumed_tokens, self._scheduler.num_recomputed_tokens
 
     def _drop_failed(self, step: Step, failed: dict[int, Exception]) -> list[Sequence]:
         """End the sequences whose forward raised; what they wrote is not published."""

@@ -82,8 +82,10 @@ class Completion:
             self._growth.has_left(leaving)
         for host, _ in plan.swap_in:
             counters.swapped_in_blocks += len(host)
-        for seq, _ in plan.entered:
+        for seq, is_first in plan.entered:
             books.release_host(seq)
+            if not is_first and seq.state == RUNNING:
+                counters.resumed_tokens += books.rows.computed.item(seq.row)
             if seq.request._first is seq and not seq.request._counted:
                 seq.request._counted = True
                 counters.admissions += 1

@@ -132,6 +132,16 @@ class Scheduler:
         with self._pool.lock:
             return self._books.counters.snapshot(*self._books.used_slots())
 
+    @property
+    def num_resumed_tokens(self) -> int:
+        """`stats.resumed_tokens`, O(1)."""
+        return self._books.counters.resumed_tokens
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """`stats.recomputed_tokens`, O(1)."""
+        return self._books.counters.recomputed_tokens
+
     def sequence(self, row: int) -> Sequence:
         """The sequence that has this row.
 

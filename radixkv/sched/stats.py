@@ -23,6 +23,8 @@ class SchedulerStats:
         swapped_out_blocks: Blocks copied to the host tier.
         swapped_in_blocks: Blocks copied back.
         recomputed_tokens: Tokens computed that had been computed before, because their KV was given up.
+        resumed_tokens: Tokens that paused sequences still found, cached or in the host tier, when they went on. They
+            are no hits.
         cow_copies: Blocks copied before they were written to, because others hold them too.
         held_slots: Slots of the blocks that running sequences hold now; a shared block is counted once.
         filled_slots: Of these, slots with the KV of a token.
@@ -38,6 +40,7 @@ class SchedulerStats:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     recomputed_tokens: int = 0
+    resumed_tokens: int = 0
     cow_copies: int = 0
     held_slots: int = 0
     filled_slots: int = 0
@@ -73,6 +76,7 @@ class Counters:
     swapped_out_blocks: int
     swapped_in_blocks: int
     recomputed_tokens: int
+    resumed_tokens: int
     cow_copies: int
 
     def __init__(self) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from radixkv.attention.flashinfer_backend import FlashInferBackend
+from radixkv.attention.flashinfer_choice import backend_choice
 from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
 from radixkv.attention.reference import ReferenceBackend
 from radixkv.attention.torch_backend import TorchBackend
@@ -13,24 +17,36 @@ __all__ = [
     "AttentionBackend",
     "AttentionBatch",
     "AttentionSpec",
+    "FlashInferBackend",
     "ReferenceBackend",
     "TorchBackend",
+    "backend_choice",
     "make_backend",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
     """The backend of a name.
 
     Args:
-        name: "torch", "reference" (float64, slow: for tests), or "auto", which takes the fastest for the device.
+        name: "flashinfer" (NVIDIA GPUs), "torch", "reference" (float64, slow: for tests), or "auto", which takes
+            FlashInfer where it can be used and torch elsewhere; `backend_choice` says which, and why.
         device: Where the pool is.
 
     Raises:
-        InvalidRequestError: There is no backend of that name.
+        InvalidRequestError: There is no backend of that name, or it was asked for by name and cannot be used here.
     """
-    if name in ("auto", "torch"):
+    device = torch.device(device)
+    if name == "auto":
+        name, reason = backend_choice(device)
+        if name == "torch" and device.type == "cuda":
+            _log.warning("attention runs on torch instead of FlashInfer: %s", reason)
+    if name == "torch":
         return TorchBackend(device)
+    if name == "flashinfer":
+        return FlashInferBackend(device)
     if name == "reference":
         return ReferenceBackend()
-    raise InvalidRequestError(f"no attention backend {name!r}: take auto, torch or reference")
+    raise InvalidRequestError(f"no attention backend {name!r}: take auto, flashinfer, torch or reference")

@@ -132,7 +132,7 @@ def cascade(
     nodes: list[SharedBlocks],
     lows: npt.NDArray[np.int64],
     block_size: int,
-    pays: Callable[[int, int], bool],
+    pays: Callable[[npt.NDArray[np.int64], int], bool],
 ) -> Cascade:
     """Choose which nodes are attended once for all their entries.
 
@@ -143,7 +143,7 @@ def cascade(
         nodes: From `shared_blocks`.
         lows: int64 `[S]`: the first position that any query of each entry sees (0 without a window).
         block_size: Tokens per block.
-        pays: Given a number of entries and a number of tokens, whether to attend those tokens once for all.
+        pays: Given some entries and a number of tokens, whether to attend those tokens once for all of them.
     """
     segments: list[Segment] = []
     own_starts = lows.copy()
@@ -159,7 +159,7 @@ def cascade(
             first = max(start, int(seen.min())) if len(entries) else stop
         else:
             first = start
-        if len(entries) < 2 or not pays(len(entries), stop - first):
+        if len(entries) < 2 or not pays(entries, stop - first):
             covered.append(start)
             continue
         covered.append(stop)

@@ -120,8 +120,8 @@ class _Planner:
         self.base.sort(key=lambda call: call.rows.start)
         return [_round(self.base), *_rounds(self.parts, tables.batch.num_tokens)]
 
-    def _pays(self, entries: int, tokens: int) -> bool:
-        return (entries - 1) * tokens >= self.share_tokens
+    def _pays(self, entries: Int64s, tokens: int) -> bool:
+        return (len(entries) - 1) * tokens >= self.share_tokens
 
     def _shared_part(self, segment: Segment) -> None:
         tables = self.tables

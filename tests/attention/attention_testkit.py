@@ -42,7 +42,8 @@ def make_scene(
         paths: For each entry `(path, context, queries)`. `path` is a list of `(name, blocks)`: entries whose paths
             begin with the same pairs share those blocks, and the rest of the context lies in blocks of their own.
         permute: Whether block ids are shuffled; else they are handed out in order.
-        window_junk: Put NaN also into what lies before every window.
+        window_junk: Put NaN also into what lies before every window; "blocks": only into whole blocks, since FlashInfer
+            multiplies by 0 what it reads before a window.
     """
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -89,6 +90,8 @@ def make_scene(
         low = 0
         if window_junk and spec.window is not None:
             low = max(0, context - queries + 1 - spec.window)
+            if window_junk == "blocks":
+                low -= low % block_size
         positions = np.arange(low if queries else context, context)
         used[np.array(table, np.int64)[positions // block_size], positions % block_size] = True
     hidden = torch.from_numpy(~used)

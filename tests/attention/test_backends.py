@@ -21,6 +21,7 @@ from radixkv.attention import (
 from radixkv.attention.torch_plan import Costs
 from radixkv.core.errors import InvalidRequestError
 from tests.attention.attention_testkit import dense_attention, make_scene, run
+from tests.attention.flashinfer_testkit import over_double
 
 # Every strategy is taken somewhere in these: sharing always or never, copies always or never, small chunks of rows.
 COSTS = [
@@ -52,7 +53,7 @@ def specs(draw, equal_dims=False, softcaps=True):
 
 
 @st.composite
-def scenes(draw, **options):
+def scenes(draw, whole_blocks=False, **options):
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 64]))
     entries = draw(st.integers(0, 7))
     paths = []
@@ -73,7 +74,7 @@ def scenes(draw, **options):
         permute=draw(st.booleans()),
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
-        window_junk=draw(st.booleans()),
+        window_junk=draw(st.sampled_from([False, "blocks"])) if whole_blocks else draw(st.booleans()),
     )
 
 
@@ -99,8 +100,19 @@ def plain_spec(window=None, heads=4, kv_heads=2, dim=16):
     return AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5, window)
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend(), TorchBackend(), TorchBackend(fused=False)])
-def test_plain_case_equals_torch_sdpa(backend):
+def each_backend():
+    """One of each, by name; a failing test cannot spoil the next one's."""
+    makers = {
+        "reference": ReferenceBackend,
+        "torch": TorchBackend,
+        "torch, not fused": lambda: TorchBackend(fused=False),
+        "flashinfer": over_double,
+    }
+    return pytest.mark.parametrize("make", makers.values(), ids=makers.keys())
+
+
+@each_backend()
+def test_plain_case_equals_torch_sdpa(make):
     scene = make_scene(plain_spec(), [([], 37, 37)], block_size=5)
     keys, values = (
         torch.cat([pool[block] for block in scene.blocks[0]])[:37] for pool in (scene.keys, scene.values)
@@ -111,7 +123,7 @@ def test_plain_case_equals_torch_sdpa(backend):
         values.transpose(0, 1)[None].repeat_interleave(2, dim=1),
         is_causal=True,
     )[0].transpose(0, 1)
-    torch.testing.assert_close(run(backend, scene), expected)
+    torch.testing.assert_close(run(make(), scene), expected)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 33, 64])
@@ -167,17 +179,18 @@ def test_dtypes(dtype, tolerance, costs, fused):
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend(), TorchBackend(), TorchBackend(fused=False)])
-def test_no_entries_and_no_rows(backend):
-    spec = plain_spec()
+@each_backend()
+def test_no_entries_and_no_rows(make):
+    spec, backend = plain_spec(), make()
     for paths in ([], [([], 5, 0)], [([], 0, 0)]):
         assert run(backend, make_scene(spec, paths)).shape == (0, 4, 16)
     scene = make_scene(spec, [([], 1, 1), ([], 0, 0), ([], 1, 1)])
     torch.testing.assert_close(run(backend, scene), dense_attention(scene))
 
 
-def test_specs_of_one_step_share_a_plan_and_backends_are_used_again():
-    backend, reference = TorchBackend(), ReferenceBackend()
+@pytest.mark.parametrize("make", [TorchBackend, over_double], ids=["torch", "flashinfer"])
+def test_specs_of_one_step_share_a_plan_and_backends_are_used_again(make):
+    backend, reference = make(), ReferenceBackend()
     kinds = [plain_spec(), plain_spec(7), AttentionSpec(4, 4, 16, 8, 0.3, None, 20.0)]
     for seed in range(3):
         made = [make_scene(spec, levels(4, 2, own=seed), seed=seed) for spec in kinds]
@@ -200,6 +213,7 @@ def test_strided_queries_and_pools():
     assert not scene.query.is_contiguous()
     for costs, fused in itertools.product(COSTS, (True, False)):
         torch.testing.assert_close(run(TorchBackend(costs=costs, fused=fused), scene), expected)
+    torch.testing.assert_close(run(over_double(), scene), expected)
 
 
 def apart(tensor):
@@ -213,14 +227,16 @@ def test_elements_that_do_not_lie_side_by_side():
     assert scene.query.stride(-1) == 2
     for costs, fused in itertools.product(COSTS, (True, False)):
         torch.testing.assert_close(run(TorchBackend(costs=costs, fused=fused), scene), expected)
+    torch.testing.assert_close(run(over_double(), scene), expected)
 
 
+@pytest.mark.parametrize("make", [TorchBackend, over_double], ids=["torch", "flashinfer"])
 @pytest.mark.parametrize("what", ["keys", "values"])
-def test_a_pool_whose_elements_do_not_lie_side_by_side_is_refused(what):
+def test_a_pool_whose_elements_do_not_lie_side_by_side_is_refused(what, make):
     scene = make_scene(plain_spec(), levels(5, 3, own=2), dtype=torch.float32)
     setattr(scene, what, apart(getattr(scene, what)))
     with pytest.raises(InvalidRequestError, match="side by side"):
-        run(TorchBackend(), scene)
+        run(make(), scene)
 
 
 @pytest.mark.parametrize("permute", [True, False])
@@ -240,17 +256,17 @@ def test_offsets_beyond_32_bits(permute):
     for row, table in zip(tables, small.blocks, strict=True):
         row[: len(table)] = np.array(table) + shift
     batch = AttentionBatch(small.batch.query_starts, small.batch.context_lens, tables, 4, 3)
-    for costs in COSTS:
-        backend = TorchBackend(costs=costs)
+    for backend in (*(TorchBackend(costs=costs) for costs in COSTS), over_double()):
         backend.plan(batch, [spec])
         out = backend.run(spec, small.query, keys, values)
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_gradients_and_inference_mode_do_not_matter():
+@pytest.mark.parametrize("make", [TorchBackend, over_double], ids=["torch", "flashinfer"])
+def test_gradients_and_inference_mode_do_not_matter(make):
     scene = make_scene(plain_spec(), levels(3, 2, own=2), dtype=torch.float32)
     scene.query.requires_grad_()
-    backend, expected = TorchBackend(), dense_attention(scene).float()
+    backend, expected = make(), dense_attention(scene).float()
     backend.plan(scene.batch, [scene.spec])
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad) * 2:
         with mode():
@@ -266,16 +282,17 @@ def test_every_backend_has_the_interface_and_a_name():
         assert isinstance(backend, AttentionBackend)
         assert backend.unsupported(plain_spec()) is None
     assert isinstance(make_backend("auto", "cpu"), TorchBackend)
-    with pytest.raises(InvalidRequestError, match="take auto, torch or reference"):
+    assert isinstance(over_double(), AttentionBackend)
+    with pytest.raises(InvalidRequestError, match="take auto, flashinfer, torch or reference"):
         make_backend("flash", "cpu")
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend(), TorchBackend()])
-def test_what_was_not_planned_or_does_not_fit_is_refused(backend):
-    scene = make_scene(plain_spec(), [([], 9, 3)])
+@each_backend()
+def test_what_was_not_planned_or_does_not_fit_is_refused(make):
+    scene, backend = make_scene(plain_spec(), [([], 9, 3)]), make()
     args = (scene.query, scene.keys, scene.values)
     with pytest.raises(InvalidRequestError, match="plan this step"):
-        type(backend)().run(scene.spec, *args)
+        make().run(scene.spec, *args)
     backend.plan(scene.batch, [scene.spec])
     with pytest.raises(InvalidRequestError, match="plan this step"):
         backend.run(plain_spec(window=3), *args)

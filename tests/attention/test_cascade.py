@@ -68,7 +68,7 @@ def test_every_position_an_entry_sees_is_covered_exactly_once(batch, window, thr
     firsts = contexts - queries
     lows = np.zeros_like(firsts) if window is None else np.maximum(0, firsts + 1 - window)
     nodes = shared_blocks(tables, firsts // block_size)
-    cut = cascade(nodes, lows, block_size, lambda entries, tokens: (entries - 1) * tokens >= threshold)
+    cut = cascade(nodes, lows, block_size, lambda entries, tokens: (len(entries) - 1) * tokens >= threshold)
     covered = [[] for _ in contexts]
     for segment in cut.segments:
         assert len(segment.entries) >= 2

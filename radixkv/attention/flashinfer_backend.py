@@ -1,0 +1,434 @@
+"""Attention with FlashInfer's paged kernels, on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixkv.attention.flashinfer_choice import device_problem, import_flashinfer
+from radixkv.attention.flashinfer_kinds import KernelModule, Limits, can_merge, kernel_modules
+from radixkv.attention.flashinfer_plan import FlashInferCosts, StepCut, cut_step
+from radixkv.attention.flashinfer_tables import StepSequences
+from radixkv.attention.flashinfer_transfer import Transfers
+from radixkv.attention.flashinfer_wrappers import PlannedLaunch, Wrappers, out_of_memory
+from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
+from radixkv.attention.merge import merge_in_place
+from radixkv.attention.torch_backend import TorchBackend
+from radixkv.core.errors import InvalidRequestError
+
+__all__ = ["FlashInferBackend"]
+
+_log = logging.getLogger(__name__)
+
+_LN2 = math.log(2.0)
+
+
+class _PlannedStep:
+    """A step for one kind of layers, its tables on the device.
+
+    Attributes:
+        own, shared: Launches.
+        order: int32 `[T]`: rows in the order of the launches, on the device; None: as they are.
+        inverse: int32 `[T]`: where each row then is.
+        dtype: That the wrappers are planned for; None while they are not.
+    """
+
+    __slots__ = ("checked", "dtype", "inverse", "order", "own", "shared")
+
+    def __init__(self) -> None:
+        self.own: list[PlannedLaunch] = []
+        self.shared: list[PlannedLaunch] = []
+        self.order: Tensor | None = None
+        self.inverse: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.checked = False
+
+
+class FlashInferBackend:
+    """FlashInfer's paged decode and prefill kernels straight on the pool's tensors, shared prefixes attended once.
+
+    `flashinfer_plan` says how a step is cut into launches, `flashinfer_kinds` which kernel computes which kind of
+    layers. Kinds that no kernel computes go to another backend, each with one logged warning that says why; nothing
+    else about them changes.
+
+    The page tables of a step reach the device in one transfer, and neither `plan` nor `run` waits for the device in
+    the usual case: `num_waits` counts the times that it had to.
+
+    Args:
+        device: Where the pool is.
+        module: The `flashinfer` package, or something that does as it does; None imports it. A stand-in may have an
+            attribute `radixkv_hooks` with `limits` and `transfers(device)`, which then replace the usual ones.
+        fallback: For kinds of layers that FlashInfer cannot compute; None takes `TorchBackend`.
+        workspace_bytes: What long contexts are split in. It grows if a kind of layers may need more.
+        costs: The cost rule.
+        limits: What the kernels take.
+        transfers: How tables reach the device.
+
+    Raises:
+        InvalidRequestError: FlashInfer is missing or of an unknown version, the device is none of its devices, or there
+            is no memory for the workspace.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        module: Any = None,
+        fallback: AttentionBackend | None = None,
+        workspace_bytes: int = 256 << 20,
+        costs: FlashInferCosts | None = None,
+        limits: Limits | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if module is None:
+            problem = device_problem(self.device)
+            if problem is not None:
+                raise InvalidRequestError(
+                    f'attention="flashinfer": {problem}; attention="torch" runs anywhere'
+                )
+            module = import_flashinfer()
+        hooks = getattr(module, "radixkv_hooks", None)
+        if hooks is not None:
+            limits, transfers = limits or hooks.limits, transfers or hooks.transfers(self.device)
+        self.module = module
+        self.fallback = fallback if fallback is not None else TorchBackend(self.device)
+        self._limits = limits or Limits()
+        self._transfers = transfers or Transfers(self.device)
+        self._costs = costs or FlashInferCosts()
+        self._wrappers = Wrappers(module, self.device, self._transfers, workspace_bytes)
+        self._batch: AttentionBatch | None = None
+        self._steps: dict[AttentionSpec, _PlannedStep] = {}
+        self._cuts: dict[AttentionSpec, StepCut] = {}
+        # What was learnt of a kind of layers, and stays.
+        self._dtypes: dict[AttentionSpec, torch.dtype] = {}
+        self._reasons: dict[AttentionSpec, str] = {}
+        self._logged: dict[AttentionSpec, str] = {}
+        self._merges = True
+        self._works: set[KernelModule] = set()
+        # Kinds that the fallback has planned for this step, or is to plan.
+        self._others: list[AttentionSpec] = []
+        self._room: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
+
+    # -- what can be computed ---------------------------------------------------------------------------------
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        """Why layers of that kind cannot be run, not even by the fallback; None if they can."""
+        return None if self.fallback_reason(spec) is None else self.fallback.unsupported(spec)
+
+    def fallback_reason(self, spec: AttentionSpec, dtype: torch.dtype | None = None) -> str | None:
+        """Why layers of a kind are computed by the fallback; None if FlashInfer computes them.
+
+        Args:
+            spec: The kind.
+            dtype: Of queries, keys and values; None takes the one that the kind was last run with, if it was.
+        """
+        known = self._limits.why_not(spec, dtype if dtype is not None else self._dtypes.get(spec))
+        return known if known is not None else self._reasons.get(spec)
+
+    def kernel_modules(self, specs: Collection[AttentionSpec], dtype: torch.dtype) -> list[KernelModule]:
+        """The kernel modules that FlashInfer builds or loads for layers of these kinds."""
+        return kernel_modules(specs, dtype, self._limits)
+
+    @property
+    def num_waits(self) -> int:
+        """How often `plan` had to wait for the device, since the backend was made."""
+        return self._transfers.num_waits
+
+    def cut_of(self, spec: AttentionSpec) -> StepCut:
+        """How the planned step is cut into launches for layers of a kind; for tests and benchmarks."""
+        return self._cuts[spec]
+
+    # -- planning ---------------------------------------------------------------------------------------------
+
+    def plan(self, batch: AttentionBatch, specs: Collection[AttentionSpec]) -> None:
+        """Cut a step into launches, send its page tables to the device, and plan the kernels.
+
+        What only the tensors can tell, their dtype, is taken to be that of the last step; the kernels of a kind that
+        was never run are planned in its first `run`.
+        """
+        self._batch, self._others = None, []  # whatever is raised below, no half of a plan stays
+        self._steps, self._cuts = {}, {}
+        kinds = list(dict.fromkeys(specs))
+        ours = [spec for spec in kinds if self.fallback_reason(spec) is None]
+        sequences = StepSequences(batch)
+        alike: dict[Any, StepCut] = {}
+        cuts = {}
+        for spec in ours:
+            shape = spec.window, spec.num_heads, spec.num_kv_heads, spec.key_dim
+            if shape not in alike:
+                alike[shape] = cut_step(sequences, spec, self._costs)
+            cuts[spec] = alike[shape]
+        steps = self._send(batch, cuts)
+        self._batch = batch
+        self._steps, self._cuts = steps, cuts
+        for spec in kinds:
+            if spec not in steps:
+                self._leave(spec)
+        for spec, step in steps.items():
+            dtype = self._dtypes.get(spec)
+            if dtype is not None:
+                self._plan_kernels(spec, step, dtype)
+        if self._others:
+            self.fallback.plan(batch, self._others)
+
+    def _leave(self, spec: AttentionSpec, reason: str | None = None) -> None:
+        """Give a kind of layers to the fallback, for this step at least. It is to be planned by the caller."""
+        if reason is None:
+            reason = self.fallback_reason(spec)
+        if self._logged.get(spec) != reason:
+            _log.warning(
+                "attention of %s: FlashInfer cannot compute it (%s); %s does",
+                spec,
+                reason,
+                self.fallback.name,
+            )
+            self._logged[spec] = str(reason)
+        self._others.append(spec)
+
+    def _send(
+        self, batch: AttentionBatch, cuts: dict[AttentionSpec, StepCut]
+    ) -> dict[AttentionSpec, _PlannedStep]:
+        """All tables of a step on the device. Kinds of layers that are cut alike share theirs."""
+        layout = _Layout()
+        for cut in cuts.values():
+            for launch in cut.launches:
+                layout.add(id(launch.table), launch.table.num_pages)
+                if launch.mask is not None:
+                    layout.add(id(launch.mask), -(-len(launch.mask) // 4))
+            if cut.order is not None:
+                layout.add(id(cut.order), 2 * len(cut.order))
+        if not layout.size:
+            return {spec: _PlannedStep() for spec in cuts}
+        host = self._transfers.host(layout.size)
+        for cut in cuts.values():
+            for launch in cut.launches:
+                launch.table.write(batch.block_tables, layout.part(id(launch.table), host))
+                if launch.mask is not None:
+                    layout.part(id(launch.mask), host).view(np.bool_)[: len(launch.mask)] = launch.mask
+            if cut.order is not None:
+                both = layout.part(id(cut.order), host).reshape(2, -1)
+                both[0] = cut.order
+                both[1, cut.order] = np.arange(len(cut.order))
+        device = self._transfers.send(layout.size)
+        steps = {}
+        for spec, cut in cuts.items():
+            step = steps[spec] = _PlannedStep()
+            for launches, planned in ((cut.own, step.own), (cut.shared, step.shared)):
+                for launch in launches:
+                    mask = None
+                    if launch.mask is not None:
+                        bits = layout.part(id(launch.mask), device).view(torch.uint8)
+                        mask = bits[: len(launch.mask)].view(torch.bool)
+                    planned.append(PlannedLaunch(launch, layout.part(id(launch.table), device), mask))
+            if cut.order is not None:
+                step.order, step.inverse = layout.part(id(cut.order), device).view(2, -1)
+        return steps
+
+    def _plan_kernels(self, spec: AttentionSpec, step: _PlannedStep, dtype: torch.dtype) -> None:
+        """Plan the wrappers of a kind of layers; one that FlashInfer has no kernel for after all is left to others."""
+        assert self._batch is not None
+        try:
+            for launch in step.own:
+                role = "decode" if launch.launch.decode else "prompt"
+                self._wrappers.plan(launch, role, spec, dtype, self._batch.block_size)
+            for number, launch in enumerate(step.shared):
+                self._wrappers.plan(launch, f"shared {number}", spec, dtype, self._batch.block_size)
+        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+            # Before a kernel has worked once, what fails is most likely its compiler.
+            modules = set(kernel_modules([spec], dtype, self._limits))
+            if modules <= self._works or out_of_memory(error) or isinstance(error, InvalidRequestError):
+                raise
+            del self._steps[spec]
+            self._reasons[spec] = (
+                f"its kernel could not be built or loaded: {type(error).__name__}: {_first_line(error)}"
+            )
+            self._leave(spec)
+            return
+        self._works.update(kernel_modules([spec], dtype, self._limits))
+        step.dtype = self._dtypes[spec] = dtype
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def run(
+        self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of one layer; shapes as in `AttentionBackend.run`.
+
+        Raises:
+            InvalidRequestError: Not planned, or the tensors are not those of `spec` and the step.
+        """
+        step = self._steps.get(spec)
+        if step is None or not step.checked or step.dtype != query.dtype:
+            step = self._first_run(spec, query, keys, values)
+            if step is None:
+                return self.fallback.run(spec, query, keys, values, sinks)
+        elif query.shape[0] != self._batch.num_tokens:  # type: ignore[union-attr]
+            raise InvalidRequestError(
+                f"the step has {self._batch.num_tokens} query rows, got {query.shape[0]}"  # type: ignore[union-attr]
+            )
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._run(step, spec, query, keys, values, sinks)
+        return self._run(step, spec, query, keys, values, sinks)
+
+    def _run(
+        self,
+        step: _PlannedStep,
+        spec: AttentionSpec,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if not step.own:
+            return query.new_empty(0, spec.num_heads, spec.value_dim)
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        rows, heads, dim, dtype = query.shape[0], spec.num_heads, spec.value_dim, query.dtype
+        if step.order is not None:
+            query = torch.index_select(
+                query, 0, step.order, out=self._buffer("query", rows, heads, spec.key_dim, dtype)
+            )
+        cache = (keys, values)  # a tuple: it takes no list
+        out = self._buffer("out", rows, heads, dim, dtype)
+        lse = None
+        if step.shared or sinks is not None:
+            lse = self._buffer("lse", rows, heads, 0, torch.float32)
+        for one in step.own:
+            if lse is None:
+                one.run(query[one.start : one.stop], cache, out=out[one.start : one.stop])
+                continue
+            one.run(
+                query[one.start : one.stop],
+                cache,
+                out=out[one.start : one.stop],
+                lse=lse[one.start : one.stop],
+                return_lse=True,
+            )
+        if lse is not None:
+            for one in step.shared:
+                part = self._buffer("part", one.num_rows, heads, dim, dtype)
+                part_lse = self._buffer("part lse", one.num_rows, heads, 0, torch.float32)
+                one.run(query[one.start : one.stop], cache, out=part, lse=part_lse, return_lse=True)
+                self._merge(out[one.start : one.stop], lse[one.start : one.stop], part, part_lse, one.mask)
+            if sinks is not None:
+                # The kernels' log-sum-exp has base 2.
+                share = torch.sigmoid(lse * _LN2 - sinks.to(torch.float32))
+                out.mul_(share.unsqueeze(-1))
+        if step.inverse is not None:
+            return torch.index_select(
+                out, 0, step.inverse, out=self._buffer("ordered", rows, heads, dim, dtype)
+            )
+        return out
+
+    def _merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, mask: Tensor | None) -> None:
+        """Merge a shared part into the rows that it is a part of."""
+        if self._merges and can_merge(out.shape[1], out.shape[2], out.element_size()):
+            try:
+                self.module.merge_state_in_place(out, lse, part, part_lse, mask=mask)
+                return
+            except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+                if out_of_memory(error):
+                    raise
+                self._merges = False
+                _log.warning("FlashInfer cannot merge (%s); torch does", _first_line(error))
+        # Also for more heads than a block of threads can hold.
+        if mask is not None:
+            # Less than any true one, and the output of rows that take no part may be NaN.
+            part_lse = torch.where(mask[:, None], part_lse, -1e30)
+            part = torch.where(mask[:, None, None], part, 0)
+        exact, natural = out.to(torch.float32), lse * _LN2
+        merge_in_place(exact, natural, part.to(torch.float32), part_lse * _LN2)
+        out.copy_(exact)
+        torch.div(natural, _LN2, out=lse)
+
+    def _first_run(
+        self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor
+    ) -> _PlannedStep | None:
+        """Look at the tensors of a kind of layers once a step; None if the fallback is to compute them."""
+        batch = self._batch
+        step = self._steps.get(spec)
+        if batch is None or (step is None and spec not in self._others):
+            raise InvalidRequestError(f"plan this step for {spec} before running it")
+        if step is None:
+            self._dtypes[spec] = query.dtype  # it may be another one than kept it from FlashInfer
+            return None
+        page = (keys.shape[0], batch.block_size, spec.num_kv_heads)
+        wanted = (
+            (batch.num_tokens, spec.num_heads, spec.key_dim),
+            (*page, spec.key_dim),
+            (*page, spec.value_dim),
+        )
+        given = tuple(tuple(tensor.shape) for tensor in (query, keys, values))
+        if given != wanted:
+            raise InvalidRequestError(f"queries, keys and values must be {wanted} for {spec}, got {given}")
+        if not query.dtype == keys.dtype == values.dtype:
+            raise InvalidRequestError(
+                f"queries, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}"
+            )
+        if not query.device.type == keys.device.type == values.device.type == self.device.type:
+            raise InvalidRequestError(
+                f"queries, keys and values must be on {self.device}, got {query.device}, {keys.device}, {values.device}"
+            )
+        if keys.stride(-1) != 1 or values.stride(-1) != 1:
+            raise InvalidRequestError(
+                f"the elements of a head must lie side by side in the pool, got strides {keys.stride()} for keys and "
+                f"{values.stride()} for values"
+            )
+        reason = self._limits.why_not(spec, query.dtype)
+        if reason is None and keys.stride() != values.stride():
+            reason = f"its keys have the strides {keys.stride()} and its values {values.stride()}"
+            self._reasons[spec] = reason
+        if reason is not None:
+            self._dtypes[spec] = query.dtype
+            del self._steps[spec]
+            self._leave(spec, reason)
+        elif step.dtype != query.dtype:
+            self._plan_kernels(spec, step, query.dtype)
+        if spec not in self._steps:
+            self.fallback.plan(batch, self._others)
+            return None
+        step.checked = True
+        return step
+
+    def _buffer(self, name: str, rows: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """`[rows, heads, dim]`, or `[rows, heads]` for a dim of 0: the same memory for every layer and step."""
+        key = (name, heads, dim, dtype)
+        room = self._room.get(key)
+        if room is None or len(room) < rows:
+            shape = (rows, heads, dim) if dim else (rows, heads)
+            # Written to inside and outside of inference mode.
+            with torch.inference_mode(False):
+                room = self._room[key] = torch.empty(shape, dtype=dtype, device=self.device)
+        return room if len(room) == rows else room[:rows]
+
+
+class _Layout:
+    """Where several int32 arrays lie in one, each at a border of 16 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def add(self, key: int, size: int) -> None:
+        if key not in self._places:
+            self._places[key] = self.size, size
+            self.size += -(-size // 4) * 4
+
+    def part(self, key: int, whole: Any) -> Any:
+        start, size = self._places[key]
+        return whole[start : start + size]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

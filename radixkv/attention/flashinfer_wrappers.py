@@ -1,0 +1,169 @@
+"""FlashInfer's wrapper objects: made once for each kind of layers, planned once a step, run once a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixkv.attention.flashinfer_kinds import uses_tensor_cores, workspace_need
+from radixkv.attention.flashinfer_plan import Launch
+from radixkv.attention.flashinfer_transfer import Transfers
+from radixkv.attention.interface import AttentionSpec
+from radixkv.core.errors import InvalidRequestError
+from radixkv.store.sizing import format_bytes
+
+__all__ = ["PlannedLaunch", "Wrappers", "out_of_memory"]
+
+
+class _Wrapper:
+    """One wrapper, which must not be planned again before the device has read its last plan."""
+
+    def __init__(self, wrapper: Any, transfers: Transfers) -> None:
+        self.wrapper = wrapper
+        self._transfers = transfers
+        self._planned: Any = None
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        # `plan` writes the split to page-locked memory of the wrapper and sends it from there.
+        self._transfers.wait(self._planned)
+        self._planned = None
+        self.wrapper.plan(*args, **kwargs)
+        self._planned = self._transfers.mark()
+
+
+class PlannedLaunch:
+    """A launch whose page table is on the device.
+
+    Args:
+        launch: From the plan of the step.
+        indices: int32 `[pages]` on the device.
+        mask: bool `[rows]` on the device, or None.
+    """
+
+    __slots__ = ("indices", "launch", "mask", "num_rows", "run", "start", "stop", "whole")
+
+    def __init__(self, launch: Launch, indices: Tensor, mask: Tensor | None) -> None:
+        self.launch, self.indices, self.mask = launch, indices, mask
+        self.start, self.stop = launch.first_row, launch.stop_row
+        self.num_rows = self.stop - self.start
+        # Set by `Wrappers.plan`.
+        self.run: Any = None
+
+
+class Wrappers:
+    """All wrappers of a backend. They share one workspace, since everything runs on one stream.
+
+    Args:
+        module: The `flashinfer` package.
+        device: Where it computes.
+        transfers: Whose events guard the plans.
+        workspace_bytes: Size of the workspace, to begin with. It grows if a kind of layers may need more.
+
+    Raises:
+        InvalidRequestError: There is no memory for the workspace.
+    """
+
+    def __init__(self, module: Any, device: torch.device, transfers: Transfers, workspace_bytes: int) -> None:
+        self._module, self._device, self._transfers = module, device, transfers
+        self._wrappers: dict[tuple[AttentionSpec, torch.dtype, str], _Wrapper] = {}
+        self._num_sms = 132
+        if device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._workspace = self._new_workspace(workspace_bytes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Size of the workspace now."""
+        return self._workspace.numel()
+
+    @property
+    def num_wrappers(self) -> int:
+        """Wrappers made so far."""
+        return len(self._wrappers)
+
+    def plan(
+        self, planned: PlannedLaunch, role: str, spec: AttentionSpec, dtype: torch.dtype, page_size: int
+    ) -> None:
+        """Plan one launch of the step.
+
+        Args:
+            planned: The launch. Its `run` is the wrapper's own afterwards.
+            role: What the launch is among those of its step and kind: each has a wrapper of its own.
+            spec: The kind of layers.
+            dtype: Of queries, keys and values.
+            page_size: Tokens per block.
+        """
+        launch = planned.launch
+        key = spec, dtype, role
+        wrapper = self._wrappers.get(key)
+        if wrapper is None:
+            wrapper = self._wrappers[key] = self._make(launch, spec)
+        window = -1 if spec.window is None or launch.shared else spec.window - 1
+        table = (
+            torch.from_numpy(launch.table.indptr),
+            planned.indices,
+            torch.from_numpy(launch.table.last_page_len),
+        )
+        heads = spec.num_heads, spec.num_kv_heads, spec.key_dim, page_size
+        options = dict(
+            window_left=window,
+            logits_soft_cap=spec.softcap,
+            sm_scale=spec.scale,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        if launch.decode:
+            wrapper.plan(*table, *heads, **options)
+        else:
+            longest = int(np.diff(launch.row_starts).max())
+            wrapper.plan(
+                torch.from_numpy(launch.row_starts),
+                *table,
+                *heads,
+                causal=not launch.shared,
+                max_token_per_sequence=longest,  # else it is found by a loop over a tensor
+                **options,
+            )
+        planned.run = wrapper.wrapper.run
+
+    def _make(self, launch: Launch, spec: AttentionSpec) -> _Wrapper:
+        need = workspace_need(spec, self._num_sms)
+        if need > self.workspace_bytes:
+            # Wrappers made before keep the smaller one, which was enough for them.
+            self._workspace = self._new_workspace(need)
+        try:
+            # Its buffers are written inside and outside of inference mode.
+            with torch.inference_mode(False):
+                if launch.decode:
+                    wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
+                        self._workspace, "NHD", use_tensor_cores=uses_tensor_cores(spec), backend="fa2"
+                    )
+                else:
+                    wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
+                        self._workspace, "NHD", backend="fa2"
+                    )
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise InvalidRequestError(
+                f"{self._device} has no memory left for FlashInfer's buffers (16 MiB for each kind of layers): make "
+                "the pool smaller"
+            ) from error
+        return _Wrapper(wrapper, self._transfers)
+
+    def _new_workspace(self, size: int) -> Tensor:
+        try:
+            with torch.inference_mode(False):
+                return torch.zeros(size, dtype=torch.uint8, device=self._device)  # as it wants it at first
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidRequestError(
+                f"{self._device} could not give {format_bytes(size)} for FlashInfer's workspace: make the pool smaller"
+            ) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()

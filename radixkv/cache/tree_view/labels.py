@@ -151,7 +151,7 @@ class Labels:
         room = self._max_chars - len(ELLIPSIS) - 2
         start = _fit_ids(whole, room - room // 3) or whole[:1]
         ends = [str(token) for token in tail] if tail else whole[len(start) :]
-        end = _fit_ids(ends[::-1], room - room + room // 3)
+        end = _fit_ids(ends[::-1], room - len(", ".join(start)))
         return f"{', '.join(start)} {ELLIPSIS} {', '.join(reversed(end))}".rstrip()
 
 
@@ -216,7 +216,7 @@ def _written(canonical: bytes) -> str:
     while at < len(canonical):
         kind = canonical[at : at + 1]
         text = ""
-        if kind == b"n":
+        if canonical.startswith(b"n;", at):
             text, at = "None", at + 2
         else:
             colon = canonical.index(b":", at)
@@ -227,6 +227,8 @@ def _written(canonical: bytes) -> str:
             elif kind in (b"s", b"b"):
                 part = canonical[at : at + size]
                 at += size
+                if len(part) != size:
+                    raise ValueError(size)
                 text = f'"{one_line(part.decode("utf-8", "surrogatepass"))}"' if kind == b"s" else repr(part)
             else:
                 raise ValueError(kind)

@@ -171,7 +171,7 @@ class _Blocks(_Replay):
                 optimal.expect(paths.next_uses(number))
             ids = request.tokens() if by_blocks else paths.numbers(number).astype(np.int64)
             retention = self.begin(request)
-            match = tree.match(ids, retention=retention)
+            match = tree.match(ids, partial=False, retention=retention)  # no part of a block of one token
             hits = min(match.num_tokens, usable[number])
             own = tree.allocate(len(ids) - match.num_tokens)
             counted.peak_blocks = max(counted.peak_blocks, pool.num_held)

@@ -66,20 +66,21 @@ class MissNotes(TreeListener):
     nothing has been forgotten that could be it, else "unknown".
 
     Costs: a full hit none; a lookup one product over the tokens up to the position that is missing, and a search in
-    the tables; newly cached blocks one row each, when they are stored. Memory: 32 rows for each block of the pool,
-    of `12 + 4 * block_size` bytes, but no more than 64 MiB; the second table less than that.
+    the tables; newly cached blocks one row each, when they are stored. Memory: 32 rows or more for each block of the
+    pool, of `12 + 4 * block_size` bytes, but no more than 64 MiB; and no more than 13 MiB for the second table.
 
     Args:
         num_blocks: Blocks of the pool.
         block_size: Tokens in a block.
-        num_rows: Blocks to remember, a power of two of at least 4; None: as above.
+        num_rows: Blocks to remember, a power of two of at least 4; None: as below.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_rows: int | None = None) -> None:
         self._size = block_size
         if num_rows is None:
-            most = min(num_blocks * _BLOCKS_PER_BLOCK, _MAX_BYTES // (12 + 4 * block_size))
-            num_rows = 1 << max(10, most.bit_length() - 1)
+            most = max(4, _MAX_BYTES // (12 + 4 * block_size))
+            wanted = max(1024, num_blocks * _BLOCKS_PER_BLOCK)
+            num_rows = min(1 << (wanted - 1).bit_length(), 1 << (most.bit_length() - 1))
         self.num_rows = num_rows
         self._rows = KeyTable(num_rows, block_size)
         self._singles = KeyTable(max(4, min(num_rows * 4, 1 << 20)))

@@ -233,9 +233,9 @@ def test_time_that_runs_out():
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_memory_is_bounded(num_blocks, block_size):
     notes = MissNotes(num_blocks, block_size)
-    assert notes.num_bytes <= 85 << 20
+    assert notes.num_bytes <= 80 << 20
     row = 12 + 4 * block_size
-    assert notes.num_bytes <= max(1024, 32 * num_blocks) * (row + 1 + 4 * 13) + 100_000
+    assert notes.num_bytes <= 2 * max(1024, 32 * num_blocks) * (row + 1 + 4 * 13)
 
 
 @given(st.lists(st.lists(st.integers(1, 2**64 - 1), unique=True, max_size=30), max_size=12))

@@ -113,11 +113,12 @@ def _from_range(tokens: range) -> TokenArray:
 
 def _from_items(items: list[Any] | tuple[Any, ...]) -> TokenArray:
     array = np.empty(len(items), np.int64)
+    buffer: Any = array  # numpy 1.26 does not tell type checkers that arrays are buffers
     try:
         # `struct` is three times as fast as numpy, and takes no float for an integer; but True for 1.
         for start in range(0, len(items), _PIECE):
             piece = items[start : start + _PIECE]
-            struct.pack_into(f"{len(piece)}q", array, start * TOKEN_BYTES, *piece)
+            struct.pack_into(f"{len(piece)}q", buffer, start * TOKEN_BYTES, *piece)
     except struct.error:
         return _from_any_items(items)
     if array.size and np.minimum.reduce(array) <= 1:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import time
+import weakref
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from radixkv.cache.alarms import alarms
 from radixkv.cache.locking import BooksLock, InterruptsHeld
 from radixkv.cache.miss_notes import MissNotes
 from radixkv.cache.tree_view import TreeView, ViewOptions, make_view, take_snapshot
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
+from radixkv.core.eviction import EvictionPolicy, Retention
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.radix_tree import Match, RadixTree
 from radixkv.core.tokens import as_tokens
@@ -45,10 +49,16 @@ class KVSource(Protocol):
 class ModelPlug(Protocol):
     """What the facade needs of the code that knows a model's library (see `radixkv.hf`)."""
 
-    def attach(self, model: Any, namespace: Namespace, holder: list[int] | None = None) -> None: ...
+    def attach(
+        self,
+        model: Any,
+        namespace: Namespace,
+        holder: list[int] | None = None,
+        retention: Retention | None = None,
+    ) -> None: ...
     def detach(self, attachment: int | None = None) -> None: ...
     def session(
-        self, input_ids: Any, namespace: Namespace, attention_mask: Any
+        self, input_ids: Any, namespace: Namespace, attention_mask: Any, retention: Retention | None = None
     ) -> AbstractContextManager[Any]: ...
     def key(self, namespace: Namespace, num_tokens: int) -> bytes: ...
     def require_servable(self, model: Any) -> None: ...
@@ -64,44 +74,57 @@ class ModelPlug(Protocol):
 
 
 class Lease:
-    """A prefix that stays cached until `release()`; also a context manager.
+    """A prefix that stays cached until `release()`, or until its time is over; also a context manager.
 
     Attributes:
         num_tokens: Tokens pinned: the longest cached prefix of what was asked for.
+        expired: Whether its time to live is over.
     """
 
     def __init__(self, cache: PrefixCache, match: Match) -> None:
         self._cache = cache
         self._match = match
         self.num_tokens = match.num_tokens
+        self.expired = False
 
     def release(self) -> None:
-        """Let the prefix be evicted again.
+        """Let the prefix be evicted again. Nothing happens if the lease has expired.
 
         Raises:
             InvalidRequestError: It was released before.
         """
-        self._cache.release(self._match)
+        with self._cache.lock:
+            if not self.expired:
+                self._cache.end_lease(self)
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._match.released:
-            self.release()
+        with self._cache.lock:
+            if not self._match.released:
+                self.release()
 
 
 class _Attached:
     """`with cache.attached(model)`. A class, so that Ctrl-C finds no gap between `attach` and the block."""
 
-    def __init__(self, cache: PrefixCache, plug: ModelPlug, model: Any, namespace: Namespace) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        plug: ModelPlug,
+        model: Any,
+        namespace: Namespace,
+        retention: Retention | None,
+    ) -> None:
         self._cache = cache
         self._plug = plug
         self._call = (model, namespace)
+        self._retention = retention
         self._attachments: list[int] = []
 
     def __enter__(self) -> PrefixCache:
-        self._plug.attach(*self._call, self._attachments)
+        self._plug.attach(*self._call, self._attachments, self._retention)
         return self._cache
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +157,8 @@ class PrefixCache:
         num_tokens: in tokens, or
         memory: `"2GiB"`, bytes, or a fraction (float) of the device's free memory. With none of the three,
             a fifth of free host memory or half of free GPU memory.
-        policy: Eviction policy, `"lru"`.
+        policy: Who is evicted first: the name of a policy (`radixkv.core.policy_names()`), or one made for a pool of
+            `num_blocks`.
 
     Raises:
         InvalidRequestError: An option makes no sense or the memory cannot be had; the message says which.
@@ -151,7 +175,7 @@ class PrefixCache:
         num_blocks: int | None = None,
         num_tokens: int | None = None,
         memory: str | int | float | None = None,
-        policy: str = "lru",
+        policy: str | EvictionPolicy = "lru",
     ) -> None:
         size = pick_num_blocks(
             layout, block_size, num_blocks=num_blocks, num_tokens=num_tokens, memory=memory
@@ -168,6 +192,7 @@ class PrefixCache:
         self._lock = BooksLock()
         self._generation = 0  # counts what makes entries under way obsolete
         self._keys_of: dict[bytes, set[bytes]] = {}
+        self._timed_leases: set[Lease] = set()  # which may have been dropped by whoever asked for them
         self._plug: ModelPlug | None = None
 
     # -- plugging into a model ------------------------------------------------------------------------------
@@ -181,7 +206,7 @@ class PrefixCache:
         num_blocks: int | None = None,
         num_tokens: int | None = None,
         memory: str | int | float | None = None,
-        policy: str = "lru",
+        policy: str | EvictionPolicy = "lru",
     ) -> PrefixCache:
         """A cache with the KV shapes, dtype and device of a transformers causal LM.
 
@@ -208,19 +233,21 @@ class PrefixCache:
         cache._plug = plug_in.HFPlug(cache, model)
         return cache
 
-    def attach(self, model: Any, namespace: Namespace = None) -> None:
+    def attach(self, model: Any, namespace: Namespace = None, *, retention: Retention | None = None) -> None:
         """Let every `model.generate()` and forward use the cache, until `detach()`.
 
         Args:
             model: The model the cache was made for (or a PEFT wrapper around it).
             namespace: What must be equal, beside the tokens, for KV to be shared. Weights and active adapters
                 are taken into account without being named here.
+            retention: How long to keep the blocks that these calls use, where the cache has `policy="priority"`.
 
         Raises:
-            InvalidRequestError: The model is not the cache's, or is attached already.
+            InvalidRequestError: The model is not the cache's, or is attached already; or the policy has no retentions.
             UnsupportedModelError: The model changed into one that cannot be served.
         """
-        self._need_plug().attach(model, namespace)
+        self.tree.require_retention(retention)
+        self._need_plug().attach(model, namespace, retention=retention)
 
     def detach(self) -> None:
         """Undo `attach`: the model is as it was before.
@@ -230,12 +257,20 @@ class PrefixCache:
         """
         self._need_plug().detach()
 
-    def attached(self, model: Any, namespace: Namespace = None) -> AbstractContextManager[PrefixCache]:
+    def attached(
+        self, model: Any, namespace: Namespace = None, *, retention: Retention | None = None
+    ) -> AbstractContextManager[PrefixCache]:
         """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
-        return _Attached(self, self._need_plug(), model, namespace)
+        self.tree.require_retention(retention)
+        return _Attached(self, self._need_plug(), model, namespace, retention)
 
     def session(
-        self, input_ids: Any, namespace: Namespace = None, attention_mask: Any = None
+        self,
+        input_ids: Any,
+        namespace: Namespace = None,
+        attention_mask: Any = None,
+        *,
+        retention: Retention | None = None,
     ) -> AbstractContextManager[Any]:
         """A transformers cache already filled with what is known of `input_ids`, for hand-written loops.
 
@@ -243,6 +278,7 @@ class PrefixCache:
             input_ids: `[batch, tokens]` or `[tokens]`, integers; the prompt.
             namespace: As in `attach`.
             attention_mask: `[batch, tokens]`, 0 on left padding; None if there is none.
+            retention: As in `attach`.
 
         Returns:
             A context manager that gives the cache object `past`. `past.num_cached_tokens` leading columns
@@ -252,7 +288,8 @@ class PrefixCache:
         Raises:
             InvalidRequestError: `input_ids` are not token ids, or the mask does not fit them.
         """
-        return self._need_plug().session(input_ids, namespace, attention_mask)
+        self.tree.require_retention(retention)
+        return self._need_plug().session(input_ids, namespace, attention_mask, retention)
 
     # -- asking and steering --------------------------------------------------------------------------------
 
@@ -263,17 +300,38 @@ class PrefixCache:
         with self._lock:
             return self.tree.match_length(array, self._key(namespace, len(array)))
 
-    def pin(self, tokens: Any, namespace: Namespace = None) -> Lease:
-        """Keep the cached part of `tokens` from being evicted until the lease is released."""
+    def pin(self, tokens: Any, namespace: Namespace = None, *, ttl: float | None = None) -> Lease:
+        """Keep the cached part of `tokens` from being evicted until the lease is released.
+
+        Args:
+            tokens: The prefix.
+            namespace: As in `attach`.
+            ttl: Seconds after which the lease ends by itself, whether or not somebody still has it; None for never.
+
+        Raises:
+            InvalidRequestError: These are no tokens, or the time to live is not above 0.
+        """
         array = as_tokens(tokens)
+        if ttl is not None and not ttl > 0:
+            raise InvalidRequestError(f"the ttl of a lease is seconds above 0, or None, got {ttl!r}")
         self._flush()
         holder: list[Match] = []
         try:
-            return Lease(self, self.lookup(array, self._key(namespace, len(array)), holder, again=True))
+            lease = Lease(self, self.lookup(array, self._key(namespace, len(array)), holder, again=True))
+            if ttl is not None:
+                self._timed_leases.add(lease)
+                alarms.after(ttl, partial(_expire, weakref.ref(self), weakref.ref(lease)))
+            return lease
         except BaseException:
             for match in holder:
                 self.release(match)
             raise
+
+    def end_lease(self, lease: Lease) -> None:
+        """What `Lease.release` does: give back what it holds."""
+        with self._lock:
+            lease._match.release()
+            self._timed_leases.discard(lease)
 
     def clear(self, namespace: Namespace = None) -> int:
         """Forget everything cached, or everything in one namespace (None: all). All or nothing.
@@ -469,6 +527,7 @@ class PrefixCache:
         holder: list[Match],
         max_tokens: int | None = None,
         again: bool = False,
+        retention: Retention | None = None,
     ) -> Match:
         """Match and hold the longest cached prefix; give it back with `release`.
 
@@ -479,10 +538,11 @@ class PrefixCache:
                 after cannot lose it.
             max_tokens: Upper limit of the match.
             again: This is no request of its own.
+            retention: How long to keep what is found, as in `RadixTree.match`.
         """
         begin = time.perf_counter()
         with self._lock:
-            match = self.tree.match(tokens, key, max_tokens=max_tokens, again=again)
+            match = self.tree.match(tokens, key, max_tokens=max_tokens, again=again, retention=retention)
             holder.append(match)
         self._recorder.add(lookup_seconds=time.perf_counter() - begin)
         return match
@@ -507,7 +567,14 @@ class PrefixCache:
         with self._lock:
             match.release()
 
-    def commit(self, tokens: np.ndarray, key: bytes, source: KVSource, namespace: bytes | None = None) -> int:
+    def commit(
+        self,
+        tokens: np.ndarray,
+        key: bytes,
+        source: KVSource,
+        namespace: bytes | None = None,
+        retention: Retention | None = None,
+    ) -> int:
         """Store the KV of `tokens`, as much of it as there is room for, and make it known.
 
         Blocks that are cached already are not copied again. Evicts what is needed; blocks are visible to
@@ -518,14 +585,22 @@ class PrefixCache:
             key: Tree namespace.
             source: Where their KV is.
             namespace: Canonical namespace of the user that `key` belongs to, for `clear`; None if it is the key.
+            retention: How long to keep the blocks, as in `RadixTree.insert`.
 
         Returns:
             Leading tokens that are cached now.
         """
         with InterruptsHeld():  # between two steps, nobody would know who holds the blocks
-            return self._commit(tokens, key, source, namespace)
+            return self._commit(tokens, key, source, namespace, retention)
 
-    def _commit(self, tokens: np.ndarray, key: bytes, source: KVSource, namespace: bytes | None) -> int:
+    def _commit(
+        self,
+        tokens: np.ndarray,
+        key: bytes,
+        source: KVSource,
+        namespace: bytes | None,
+        retention: Retention | None,
+    ) -> int:
         begin = time.perf_counter()
         size = self.block_size
         held = np.empty(0, dtype=np.int32)
@@ -533,7 +608,7 @@ class PrefixCache:
         try:
             with self._lock:
                 generation = self._generation
-                match = self.tree.match(tokens, key, partial=False, again=True)
+                match = self.tree.match(tokens, key, partial=False, again=True, retention=retention)
                 known = match.num_tokens
                 held = match.take()
                 if known == len(tokens) or known < source.first_position:
@@ -553,7 +628,7 @@ class PrefixCache:
             with self._lock:
                 if generation != self._generation:  # cleared meanwhile: what was forgotten must not come back
                     return 0
-                result = self.tree.insert(tokens, held, key)
+                result = self.tree.insert(tokens, held, key, retention=retention)
                 held, num_new = result.blocks, result.num_new_tokens
                 user = key if namespace is None else namespace
                 self._keys_of.setdefault(user, set()).add(key)
@@ -615,3 +690,16 @@ class PrefixCache:
         if self._plug is not None:
             return self._plug.key(namespace, num_tokens)
         return canonical_namespace(namespace)
+
+
+def _expire(cache: weakref.ref[PrefixCache], lease: weakref.ref[Lease]) -> None:
+    """The time of a lease is over. It may have been released before, and the cache may be gone."""
+    owner, ending = cache(), lease()
+    if owner is None or ending is None:
+        return
+    with owner.lock:
+        if ending._match.released:
+            owner._timed_leases.discard(ending)
+        else:
+            owner.end_lease(ending)
+            ending.expired = True

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from radixkv.cache.locking import InterruptsHeld
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.eviction import Retention
 from radixkv.core.namespace import Namespace
 from radixkv.hf.compat import DynamicCache, install_layers
 from radixkv.hf.session import Session
@@ -40,9 +41,16 @@ class ExplicitSession:
     A class and not a generator, so that Ctrl-C finds no gap between set-up and the block.
     """
 
-    def __init__(self, plug: HFPlug, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> None:
+    def __init__(
+        self,
+        plug: HFPlug,
+        ids: Tensor,
+        pads: np.ndarray,
+        namespace: Namespace,
+        retention: Retention | None,
+    ) -> None:
         self._plug = plug
-        self._prompt = (ids, pads, namespace)
+        self._prompt = (ids, pads, namespace, retention)
         self._used = False
         self._installed = False
         self._session: Session | None = None

@@ -17,6 +17,7 @@ from radixkv.core.radix_tree import Match
 from radixkv.hf.compat import ForwardCall, bare_cache, fresh_layers
 from radixkv.hf.layers import RowsLayer, SessionLayer
 from radixkv.hf.prefill import Climb, Row, Shared, plan_shared, plan_staircase
+from radixkv.hf.session import Origin
 from radixkv.hf.support import base_of
 from radixkv.observe.stats import RequestStats
 
@@ -87,14 +88,14 @@ class Filler:
         """Whether this thread is inside a forward that the filler makes itself."""
         return getattr(self._local, "running", False)
 
-    def fill(self, ids: Tensor, mask: Tensor | None, pads: np.ndarray, key: bytes, ahead: int) -> Filled:
+    def fill(self, ids: Tensor, mask: Tensor | None, pads: np.ndarray, origin: Origin, ahead: int) -> Filled:
         """Match, copy and compute.
 
         Args:
             ids: `[rows, columns]` token ids, left-padded.
             mask: `[rows, columns]`, or None without padding.
             pads: `[rows]`, columns of padding.
-            key: Namespace in the tree.
+            origin: Where in the tree to look, and how long to keep what is found.
             ahead: Columns at the end that the caller's forward has to do in any case.
         """
         columns = ids.shape[1]
@@ -106,7 +107,7 @@ class Filler:
         layers = self._new_layers()
         # An interrupt in here would leave blocks held that nobody knows of.
         with InterruptsHeld():
-            shared, climbs, skip, notes = self._fill_cached(layers, rows, pads, key, columns, ahead)
+            shared, climbs, skip, notes = self._fill_cached(layers, rows, pads, origin, columns, ahead)
         if skip == 0:
             return Filled(layers, 0, rows, notes)
         for step in shared:
@@ -120,7 +121,7 @@ class Filler:
         return Filled(layers, skip, rows, notes)
 
     def _fill_cached(
-        self, layers: list[Any], rows: list[Row], pads: np.ndarray, key: bytes, columns: int, ahead: int
+        self, layers: list[Any], rows: list[Row], pads: np.ndarray, origin: Origin, columns: int, ahead: int
     ) -> tuple[list[Shared], list[Climb], int, list[object | None]]:
         """Copy in what is cached. What is left to compute, the column that all rows then reach, and notes of misses."""
         matches: list[Match] = []
@@ -129,7 +130,10 @@ class Filler:
         try:
             with self._cache.lock:  # all rows see the same tree: what one finds of a shared prefix, all find
                 for row in rows:
-                    row.have = self._cache.lookup(row.tokens, key, matches, row.limit).num_tokens
+                    match = self._cache.lookup(
+                        row.tokens, origin.key, matches, row.limit, retention=origin.retention
+                    )
+                    row.have = match.num_tokens
             cached = [row.have for row in rows]
             skip = min(row.column for row in rows)
             if len(rows) > 1 and self._may_compute and ahead < columns:

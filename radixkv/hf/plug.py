@@ -26,6 +26,7 @@ from torch import Tensor
 from radixkv.cache.locking import InterruptsHeld, books_are_open
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
+from radixkv.core.eviction import Retention
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.hf.calls import (
     WHY,
@@ -123,6 +124,7 @@ class HFPlug:
         self._call = ForwardCall(self.base)
         self._leader = next(i for i, layer in enumerate(cache.layout.layers) if layer is not None)
         self._namespace: Namespace = None
+        self._retention: Retention | None = None
         self._attached = False
         self._attachment = 0
         self._handles: list[Any] = []
@@ -140,7 +142,13 @@ class HFPlug:
 
     # -- the interface of ModelPlug -------------------------------------------------------------------------
 
-    def attach(self, model: Any, namespace: Namespace, holder: list[int] | None = None) -> None:
+    def attach(
+        self,
+        model: Any,
+        namespace: Namespace,
+        holder: list[int] | None = None,
+        retention: Retention | None = None,
+    ) -> None:
         """As `PrefixCache.attach`; what `detach` takes is appended to `holder` before any interrupt gets through."""
         canonical_namespace(namespace)
         check_supported(unwrap_model(model))
@@ -154,6 +162,7 @@ class HFPlug:
                     whose = "this cache" if other is self else "another cache"
                     raise InvalidRequestError(f"the model is attached to {whose} already: detach it first")
                 self._namespace = namespace
+                self._retention = retention
                 self.install()
                 if model is not self.model:  # a PEFT wrapper calls the forward of the model, past its hooks
                     self._wrapper_handles = [
@@ -185,13 +194,19 @@ class HFPlug:
             self.uninstall()
         self.flush()
 
-    def session(self, input_ids: Any, namespace: Namespace, attention_mask: Any) -> ExplicitSession:
+    def session(
+        self,
+        input_ids: Any,
+        namespace: Namespace,
+        attention_mask: Any,
+        retention: Retention | None = None,
+    ) -> ExplicitSession:
         canonical_namespace(namespace)
         ids, pads = read_prompt(
             input_ids, attention_mask, int(self._config.vocab_size), self._cache.layout.device
         )
         self._check_model(self.model)
-        return ExplicitSession(self, ids, pads, namespace)
+        return ExplicitSession(self, ids, pads, namespace, retention)
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
         with self._busy():
@@ -439,7 +454,7 @@ class HFPlug:
             ids = call["input_ids"]
             pads, reason = left_padding(call, (ids.shape[0], ids.shape[1]))
         if reason is None:
-            origin = self._origin(self._namespace, ids.shape[1] - int(pads.min()))
+            origin = self._origin(self._namespace, ids.shape[1] - int(pads.min()), self._retention)
             reason = self._unsharable(origin)
         if reason is not None:
             self._pass_through(reason, call, past)
@@ -451,7 +466,7 @@ class HFPlug:
         self._tell_passed()
         began = time.perf_counter()
         ahead = max(1, int(outer.keep or 0)) if serve else ids.shape[1]
-        filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin.key, ahead)
+        filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin, ahead)
         session = self._new_session(origin, filled.layers, pads, ids, explicit=False)
         session.feed(ids, self._rope)
         restore = None
@@ -556,13 +571,13 @@ class HFPlug:
         """What KV depends on beside weights and tokens, cheap enough to look at in every forward."""
         return (*self._watch.circumstances(), self._autocast())
 
-    def _origin(self, namespace: Namespace, num_tokens: int) -> Origin:
+    def _origin(self, namespace: Namespace, num_tokens: int, retention: Retention | None = None) -> Origin:
         circumstances = self.circumstances()
         state, cast = circumstances
         user = canonical_namespace(namespace)
         key = self.key_under(circumstances, namespace, num_tokens)
         self._cache.learn_key(key, user)
-        return Origin(key, user, state, (state[1], state[2], cast), num_tokens)
+        return Origin(key, user, state, (state[1], state[2], cast), num_tokens, retention)
 
     # -- for engines ----------------------------------------------------------------------------------------
 
@@ -612,8 +627,10 @@ class HFPlug:
 
     # -- explicit sessions ----------------------------------------------------------------------------------
 
-    def open(self, ids: Tensor, pads: np.ndarray, namespace: Namespace) -> tuple[SessionCache, Session]:
-        origin = self._origin(namespace, ids.shape[1] - int(pads.min()))
+    def open(
+        self, ids: Tensor, pads: np.ndarray, namespace: Namespace, retention: Retention | None
+    ) -> tuple[SessionCache, Session]:
+        origin = self._origin(namespace, ids.shape[1] - int(pads.min()), retention)
         reason = "training" if self._watch.may_drop() else self._unsharable(origin)
         usable = reason is None
         columns = ids.shape[1]
@@ -627,7 +644,7 @@ class HFPlug:
         self._tell_passed()
         with self._busy():
             began = time.perf_counter()
-            filled = self._fill.fill(ids, mask, pads, origin.key, 1 if usable else columns)
+            filled = self._fill.fill(ids, mask, pads, origin, 1 if usable else columns)
             if filled.computed_ahead and self._cache.layout.device.type == "cpu":
                 self._cache.recorder.record_prefill(filled.computed_ahead, time.perf_counter() - began)
             requests = filled.requests() if usable else [_passed(row.tokens) for row in filled.rows]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.core.eviction import Retention
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.watch import State
@@ -31,6 +32,7 @@ class Origin:
         state: `ModelWatch.state()` at the start.
         circumstances: Adapters, patches and autocast, which must be the same in every forward.
         prompt_tokens: Of the longest row; decides the rotary regime.
+        retention: How long to keep the blocks; None leaves it to the policy.
     """
 
     key: bytes
@@ -38,6 +40,7 @@ class Origin:
     state: State
     circumstances: tuple[bytes, int, str]
     prompt_tokens: int
+    retention: Retention | None = None
 
 
 class _RowSource:
@@ -265,7 +268,11 @@ class Session:
             if len(tokens) > self._stored.get(row, 0):
                 source = _RowSource(self.layers, row, pad)
                 self._stored[row] = cache.commit(
-                    np.ascontiguousarray(tokens), self.origin.key, source, self.origin.namespace
+                    np.ascontiguousarray(tokens),
+                    self.origin.key,
+                    source,
+                    self.origin.namespace,
+                    self.origin.retention,
                 )
 
     def forget_stored(self, block_size: int) -> None:

@@ -1,0 +1,135 @@
+"""Leases that end by themselves, and requests that say how long to keep their blocks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from hf_testkit import greedy, prompt, tiny, twin
+
+from radixkv import PrefixCache, Retention
+from radixkv.cache.alarms import Alarms
+from radixkv.errors import InvalidRequestError
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def filled(**options):
+    model = tiny("llama_gqa")
+    cache = PrefixCache.for_model(model, block_size=4, num_blocks=24, **options)
+    with cache.attached(model):
+        greedy(model, prompt(16), 1)
+    return model, cache
+
+
+def test_a_lease_ends_when_its_time_is_over():
+    _, cache = filled()
+    cached = cache.num_cached_blocks
+    lease = cache.pin(prompt(16)[0], ttl=0.05)
+    assert lease.num_tokens == 16
+    assert not lease.expired
+    assert cache.num_evictable_blocks < cached
+    wait_until(lambda: lease.expired)
+    assert cache.num_evictable_blocks == cached
+    lease.release()  # no error: nobody can know when it ends
+    with pytest.raises(InvalidRequestError):
+        cache.pin(prompt(16)[0], ttl=0)
+    assert not cache._timed_leases
+    cache.check()
+
+
+def test_a_lease_that_nobody_keeps_lasts_as_long_as_it_should():
+    _, cache = filled()
+    cached = cache.num_cached_blocks
+    cache.pin(prompt(16)[0], ttl=2.0)
+    gc.collect()
+    assert cache.num_evictable_blocks < cached
+    wait_until(lambda: cache.num_evictable_blocks == cached)
+
+
+def test_a_lease_released_in_time_is_released_once():
+    _, cache = filled()
+    with cache.pin(prompt(16)[0], ttl=0.02) as lease:
+        pass
+    with pytest.raises(InvalidRequestError):
+        lease.release()
+    time.sleep(0.06)
+    assert not lease.expired
+    assert not cache._timed_leases
+    assert cache.num_evictable_blocks == cache.num_cached_blocks
+
+
+def test_a_timed_lease_does_not_keep_its_cache_alive():
+    model, cache = filled()
+    cache.pin(prompt(16)[0], ttl=3600)
+    gone = weakref.ref(cache)
+    del cache, model
+    gc.collect()
+    assert gone() is None
+
+
+def test_alarms_ring_in_order_and_their_thread_ends():
+    alarms, rung, before = Alarms(), [], threading.active_count()
+    for delay in (0.06, 0.02, 0.04, 0.02):
+        alarms.after(delay, lambda delay=delay: rung.append(delay))
+    wait_until(lambda: len(rung) == 4)
+    assert rung == [0.02, 0.02, 0.04, 0.06]
+    wait_until(lambda: threading.active_count() == before)
+    alarms.after(0.0, lambda: rung.append(0))
+    wait_until(lambda: len(rung) == 5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_starts_without_alarms():
+    alarms, rung = Alarms(), []
+    alarms.after(0.5, lambda: rung.append("parent"))
+    child = os.fork()
+    if not child:
+        ok = not alarms._waiting
+        alarms.after(0.0, lambda: rung.append("child"))
+        end = time.monotonic() + 5
+        while not rung and time.monotonic() < end:
+            time.sleep(0.005)
+        os._exit(0 if ok and rung == ["child"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_retention_goes_through_generate_and_sessions():
+    model, cache = filled(policy="priority")
+    plain = twin(model)
+    kept, session_kept = prompt(16, 1), prompt(16, 2)
+    with cache.attached(model, retention=Retention(3)):
+        greedy(model, kept, 1)
+    with cache.session(session_kept, retention=Retention(2, ttl=3600)) as past, torch.no_grad():
+        model(session_kept[:, past.num_cached_tokens :], past_key_values=past)
+    cache.attach(model, retention=Retention(-1))
+    greedy(model, prompt(16, 3), 1)
+    cache.detach()
+    with cache.attached(model):
+        for seed in range(4, 12):
+            greedy(model, prompt(16, seed), 1)
+            assert cache.match_length(kept[0]) == 16
+            assert cache.match_length(session_kept[0]) == 16
+        assert cache.match_length(prompt(16, 3)[0]) < 4
+        assert greedy(model, kept, 4).tolist() == greedy(plain, kept, 4).tolist()
+    cache.check()
+
+
+@pytest.mark.parametrize("way", ["attached", "attach", "session"])
+def test_a_retention_that_nobody_would_heed_is_refused(way):
+    model, cache = filled()
+    with pytest.raises(InvalidRequestError, match="policy='priority'"):
+        getattr(cache, way)(prompt(4) if way == "session" else model, retention=Retention(1))
+    with cache.attached(model):
+        greedy(model, prompt(8, 5), 1)

@@ -107,7 +107,8 @@ def test_a_scrape_shows_what_the_statistics_say(registry, cache, tiny_llama):
 
 
 def test_every_metric_has_a_help_text_and_is_shown(registry, cache, tiny_llama):
-    prometheus.register(cache, radixkv.Engine(tiny_llama, cache=cache), registry=registry)
+    engine = radixkv.Engine(tiny_llama, cache=cache)
+    prometheus.register(cache, engine, registry=registry)
     generate(cache, tiny_llama, prompt(0))
     model_only = {"prefix_cache_bypasses", "request_success"}  # nothing of the kind has happened
     families = Scraped(registry).families
@@ -170,6 +171,7 @@ def test_a_registry_keeps_no_cache_alive(registry, tiny_llama):
     del made
     gc.collect()
     assert not one.alive
+    assert one.values() == {}
     assert "radixkv" not in Scraped(registry).text
 
 

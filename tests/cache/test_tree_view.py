@@ -270,7 +270,10 @@ def test_a_chain_without_branches_is_one_line() -> None:
         view = tree_view(tree)
         assert tree.num_nodes > 1
         assert [line.kind for line in view.lines] == ["namespace", "nodes"]
-        assert view.lines[1].label == f"[0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … 4998, 4999] ({tree.num_nodes} nodes)"
+        assert (
+            view.lines[1].label
+            == f"[0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … 4997, 4998, 4999] ({tree.num_nodes} nodes)"
+        )
         assert view.lines[1].own == total(tree)
         apart = tree_view(tree, collapse=False)
         assert sum(line.kind == "nodes" for line in apart.lines) == tree.num_nodes

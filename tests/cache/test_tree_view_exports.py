@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -427,3 +428,22 @@ def test_physical_blocks_are_shown_on_request() -> None:
     view = tree_view(tree)
     for text in (str(view), view.to_dot(), view.to_svg(), view.to_html()):
         assert "blocks 0-2" not in text
+
+
+def test_the_drawing_in_the_docs_is_the_one_of_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    blocks = re.findall(r"^```python\n(.*?)^```$", (docs / "tree-view.md").read_text(), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    names: dict[str, Any] = {}
+    for code in blocks:
+        if "for_model" not in code:  # the first needs a model, the others stand alone
+            exec(code, names)
+    assert (tmp_path / "tree.svg").read_text() == (docs / "assets" / "tree-view.svg").read_text()
+    taken = re.compile(r"Taken [^<]*")
+    page, shown = (path.read_text() for path in (tmp_path / "tree.html", docs / "assets" / "tree-view.html"))
+    assert taken.sub("", page) == taken.sub("", shown), (
+        "make it again: view.save('docs/assets/tree-view.html')"
+    )

@@ -1,0 +1,1 @@
+"""The phases of `gpu.py` and what they share."""

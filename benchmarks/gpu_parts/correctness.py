@@ -1,0 +1,214 @@
+"""Everything that is timed later, against float64 first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_parts.models import tiny_llama
+from gpu_parts.session import Session
+from gpu_parts.swapping import swaps_in_an_engine, swaps_under_load
+from radixkv.attention import AttentionSpec
+
+# Rounding of probabilities and results to bfloat16; 1e-3 is what the results alone would take.
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e-5}
+RAGGED = (1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 500, 1023, 2049)
+SHORT = (1, 3, 4, 5, 17, 40)
+
+
+def spec(heads: int, group: int, dim: int, **kwargs: Any) -> AttentionSpec:
+    return AttentionSpec(heads * group, heads, dim, dim, dim**-0.5, **kwargs)
+
+
+def judge(
+    session: Session,
+    name: str,
+    kind: AttentionSpec,
+    paths: Any,
+    block_size: int = 16,
+    dtype: torch.dtype | None = None,
+    run: Callable[[Any, Any, Any], Any] | None = None,
+    **options: Any,
+) -> None:
+    """One step through the FlashInfer backend, against the formula in float64. Slots that nobody owns are NaN."""
+    from tests.attention.attention_testkit import dense_attention, make_scene
+
+    def check() -> None:
+        kind_dtype = dtype or session.dtype
+        scene = make_scene(kind, paths, block_size=block_size, seed=len(session.rows))
+        for part in ("query", "keys", "values"):
+            setattr(scene, part, getattr(scene, part).to(kind_dtype))
+        wanted = dense_attention(scene)
+        query, keys, values = (
+            getattr(scene, part).to(session.device) for part in ("query", "keys", "values")
+        )
+        backend = session.backend(**options)
+        backend.plan(scene.batch, [kind])
+        if run is None:
+            found = backend.run(kind, query, keys, values)
+        else:
+            found = run(backend, scene, (query, keys, values))
+        error = float((found.cpu().double() - wanted).norm() / wanted.norm())
+        reason = backend.fallback_reason(kind, kind_dtype)
+        session.check(name, error <= TOLERANCE[kind_dtype] and reason is None, rel=error, fallback=reason)
+
+    if not session.out_of_time(name):
+        session.attempt(name, check)
+
+
+def decodes(lens: Any) -> list[Any]:
+    return [([], length, 1) for length in lens]
+
+
+def attention(session: Session) -> None:
+    lens = SHORT if session.small else RAGGED
+    for dim in (16, 32) if session.small else (64, 128, 256):
+        for group in (1, 4, 8):
+            judge(session, f"decode D{dim} G{group}", spec(4, group, dim), decodes(lens))
+    dim = 16 if session.small else 128
+    judge(session, "decode, a group of 7", spec(2, 7, dim), decodes(lens))
+    for size in (1, 8, 32, 64):
+        judge(session, f"decode, blocks of {size}", spec(4, 4, dim), decodes(lens), block_size=size)
+    for width in (1, 16, 101):
+        judge(session, f"decode, window {width}", spec(4, 4, dim, window=width), decodes(lens))
+    new = (1, 7, 16, 33) if session.small else (1, 7, 16, 33, 128, 257)
+    cached = (0, 5, 16, 40) if session.small else (0, 5, 16, 100, 1000, 2048)
+    prompts = [([], before + count, count) for before, count in zip(cached, new, strict=True)]
+    for group in (1, 4):
+        judge(session, f"prompts over a cached part G{group}", spec(4, group, dim), prompts)
+    judge(session, "prompts, window 101", spec(4, 4, dim, window=101), prompts)
+    mixed = [*decodes(lens[-4:]), *prompts]
+    judge(session, "decodes beside prompts", spec(4, 4, dim), mixed)
+    judge(session, "decodes beside prompts, window 16", spec(4, 4, dim, window=16), mixed)
+    if (
+        not session.small
+    ):  # modules of their own, which are compiled first where they are not there: 30 s or more
+        judge(session, "decode, float16", spec(4, 4, dim), decodes(lens), dtype=torch.float16)
+        judge(session, "decode, soft cap 30", spec(4, 4, dim, softcap=30.0), decodes(lens))
+
+
+def prefixes(session: Session) -> None:
+    """Shared leading blocks, one level and two, forced through the cascade."""
+    from radixkv.attention.flashinfer_plan import FlashInferCosts
+
+    dim, blocks = (16, 3) if session.small else (128, 62)
+    system, document = ("system", blocks), ("document", blocks // 2)
+    own = (1, 16, 17, 100, 33, 5)
+    forced = FlashInferCosts(launch_bytes=0, split_bytes=0)
+    one = [([system], blocks * 16 + tail, 1) for tail in own]
+    two = [([system, document], (blocks + blocks // 2) * 16 + tail, 1) for tail in own]
+    for name, paths in (
+        ("shared prefix", one),
+        ("two levels", one[:3] + two),
+        ("shared prefix, some share nothing", [one[0], ([], 40, 1), one[1], ([], 7, 1), one[2]]),
+        ("prompts that share", [([system], blocks * 16 + tail + 5, tail) for tail in own]),
+    ):
+        judge(session, name, spec(4, 4, dim), paths, costs=forced)
+    judge(session, "shared prefix, window", spec(4, 4, dim, window=blocks * 16 + 10), one, costs=forced)
+
+
+def graphs(session: Session) -> None:
+    """A captured `run`, replayed: the kernels read what lies in the pool then."""
+
+    def replay(backend: Any, scene: Any, tensors: Any) -> Any:
+        query, keys, values = tensors
+        kind = scene.spec
+        backend.run(kind, query, keys, values)
+        hidden = [tensor.clone() for tensor in tensors]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        for tensor in tensors:
+            tensor.zero_()
+        with torch.cuda.graph(graph):
+            out = backend.run(kind, query, keys, values)
+        for tensor, kept in zip(tensors, hidden, strict=True):
+            tensor.copy_(kept)
+        graph.replay()
+        torch.cuda.synchronize()
+        return out
+
+    if not session.on_gpu:
+        session.note("graphs", skipped="there are none without a GPU")
+        return
+    for group in (1, 4):
+        judge(session, f"replayed graph G{group}", spec(4, group, 128), decodes(RAGGED), run=replay)
+
+
+def writes(session: Session) -> None:
+    """What the engine writes to the pool lies where it belongs, bit for bit, and nowhere else."""
+    from radixkv import KVLayout, KVStore
+    from radixkv.hf.paged import PoolWriter
+
+    heads, dim = 4, 16 if session.small else 128
+    layout = KVLayout.uniform(2, heads, dim, dtype=session.dtype, device=session.device)
+    store = KVStore(layout, 40, 16)
+    rng = np.random.default_rng(3)
+    for count in (1, 5, 64, 300):
+        for name, slots in (
+            ("in a row", np.arange(17, 17 + count, dtype=np.int64)),
+            ("scattered", rng.permutation(640)[:count].astype(np.int64)),
+        ):
+            for tensor in (*store.keys, *store.values):
+                assert tensor is not None
+                tensor.fill_(7)
+            writer = PoolWriter(store)
+            writer.aim(slots, torch.from_numpy(slots).to(session.device))
+            keys, values = (
+                torch.randn(1, heads, count, dim, device=session.device).to(session.dtype) for _ in "kv"
+            )
+            writer.write(1, keys, values)
+            right = True
+            for pool, rows in ((store.keys, keys), (store.values, values)):
+                wanted = torch.full((640, heads, dim), 7.0, dtype=session.dtype)
+                wanted[torch.from_numpy(slots)] = rows[0].transpose(0, 1).cpu()
+                right &= torch.equal(pool[1].flatten(0, 1).cpu(), wanted)
+                right &= bool((pool[0] == 7).all())
+            session.check(f"pool writes: {count} {name}", right)
+
+
+def engine_agrees(session: Session) -> None:
+    """Greedy tokens of the engine, hits included, against plain forwards.
+
+    All of them in float32, with torch's kernels on a GPU. In half precision near ties may fall the other way: there the
+    share is noted.
+    """
+    _engine_agrees(session, torch.float32, session.backend() if session.double is not None else "torch")
+    if session.double is None:
+        _engine_agrees(session, session.dtype, session.backend(), strict=False)
+
+
+def _engine_agrees(session: Session, dtype: torch.dtype, attention: Any, strict: bool = True) -> None:
+    from radixkv import Engine, SamplingParams
+
+    model = tiny_llama(session, dtype, head_dim=16 if strict else 64)
+    generator = torch.Generator().manual_seed(4)
+    head = torch.randint(4, 250, (40,), generator=generator).tolist()
+    prompts = [head + torch.randint(4, 250, (n,), generator=generator).tolist() for n in (3, 9, 1, 17)]
+    engine = Engine(model, attention=attention, num_tokens=2048)
+    for turn in ("cold", "warm"):
+        outs = engine.generate(prompts, SamplingParams(max_new_tokens=12))
+        same = 0
+        for prompt, out in zip(prompts, outs, strict=True):
+            ids = torch.tensor([prompt], device=session.device)
+            alone = model.generate(ids, max_new_tokens=12, do_sample=False)
+            same += alone[0, len(prompt) :].tolist() == out.token_ids
+        errors = [str(out.error) for out in outs if out.error is not None]
+        right = not errors and (same == len(prompts) or not strict)
+        hits = sum(out.num_cached_tokens for out in outs)
+        name = f"engine in {str(dtype).removeprefix('torch.')}, {turn}"
+        session.check(name, right, same=same, of=len(prompts), hit_tokens=hits, errors=errors)
+
+
+def correctness(session: Session) -> None:
+    """All of it; what is wrong is named, and the rest goes on."""
+    parts = (attention, prefixes, graphs, writes, engine_agrees, swaps_under_load, swaps_in_an_engine)
+    for part in parts:
+        name = part.__name__.replace("_", " ")
+        if not session.out_of_time(name):
+            session.attempt(name, lambda part=part: part(session))
+    checks = [row for row in session.rows if row["phase"] == "correctness" and "ok" in row]
+    worst = max((row["rel"] for row in checks if row.get("rel") is not None), default=0.0)
+    session.note("checks", passed=sum(row["ok"] for row in checks), of=len(checks), worst_rel=worst)

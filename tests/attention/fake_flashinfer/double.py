@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import math
+from collections import deque
 from types import SimpleNamespace
 
 import torch
 
 from radixkv.attention.flashinfer_kinds import Limits
 
-from .maths import attend, merge_pair, paged_positions, workspace_bytes
-from .timeline import ContractError, FakeTransfers, Timeline, demand
-
-CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-EMPTY_LSE = -5e4  # "minus infinity" of 0.6.13
+from .maths import merge_pair
+from .timeline import FakeTransfers, Timeline, demand, recorded
+from .wrappers import DecodeWrapper, PrefillWrapper, unpacked
 
 
 class Double:
@@ -25,8 +22,8 @@ class Double:
         num_sms: Multiprocessors of the device that it plays.
 
     Attributes:
-        calls: `(name, args, kwargs)` of every call of a wrapper's methods and of a function, constructors included,
-            as they were made. Of wrapper methods, args begin with the wrapper.
+        calls: `(name, args, kwargs)` of every call of a function, a constructor or a wrapper's method (`Wrapper.plan`),
+            as it was made; `self` is left out. The last ten thousand.
         timeline: What the device did.
     """
 
@@ -35,12 +32,10 @@ class Double:
     def __init__(self, limits=None, num_sms=132):
         self.limits = limits or Limits()
         self.num_sms = num_sms
-        self.calls = []
+        self.calls = deque(maxlen=10_000)
         self.timeline = Timeline()
         self.transfers = []
         self.radixkv_hooks = SimpleNamespace(limits=self.limits, transfers=self._new_transfers)
-        self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(DecodeWrapper, self)
-        self.BatchPrefillWithPagedKVCacheWrapper = functools.partial(PrefillWrapper, self)
 
     @classmethod
     def relaxed(cls):
@@ -56,18 +51,23 @@ class Double:
         """Wait for the device, as `torch.cuda.synchronize()`."""
         self.timeline.synchronize()
 
-    def note(self, name, args, kwargs):
-        self.calls.append((name, args, kwargs))
+    def BatchDecodeWithPagedKVCacheWrapper(self, *args, **kwargs):
+        self.calls.append(("BatchDecodeWithPagedKVCacheWrapper", args, kwargs))
+        return DecodeWrapper(self, *args, **kwargs)
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args, **kwargs):
+        self.calls.append(("BatchPrefillWithPagedKVCacheWrapper", args, kwargs))
+        return PrefillWrapper(self, *args, **kwargs)
 
     # -- functions --------------------------------------------------------------------------------------------
 
+    @recorded("merge_state")
     def merge_state(self, v_a, s_a, v_b, s_b):
-        self.note("merge_state", (v_a, s_a, v_b, s_b), {})
         _check_merge(v_a, s_a, v_b, s_b)
         return merge_pair(v_a, s_a, v_b, s_b)
 
+    @recorded("merge_state_in_place")
     def merge_state_in_place(self, v, s, v_other, s_other, mask=None):
-        self.note("merge_state_in_place", (v, s, v_other, s_other), {"mask": mask})
         _check_merge(v, s, v_other, s_other)
         demand(
             s.dtype == torch.float32, "another dtype of s is converted, and the result of the merge is lost"
@@ -86,10 +86,12 @@ class Double:
         taking_part = mask.bool()
         v[taking_part], s[taking_part] = merged[taking_part], lse[taking_part]
 
+    @recorded("get_seq_lens")
     def get_seq_lens(self, kv_indptr, kv_last_page_len, page_size):
         pages = kv_indptr[1:] - kv_indptr[:-1]
         return torch.clamp(pages - 1, min=0) * page_size + kv_last_page_len
 
+    @recorded("get_batch_indices_positions")
     def get_batch_indices_positions(self, append_indptr, seq_lens, nnz, batch_indices=None, positions=None):
         counts = append_indptr[1:] - append_indptr[:-1]
         which = torch.full((nnz,), -1, dtype=torch.int32)
@@ -99,11 +101,12 @@ class Double:
             where[start : start + count] = torch.arange(count) + int(seq_lens[request]) - count
         return which, where
 
+    @recorded("append_paged_kv_cache")
     def append_paged_kv_cache(
         self, append_key, append_value, batch_indices, positions, paged_kv_cache,
         kv_indices, kv_indptr, kv_last_page_len, kv_layout="NHD",
     ):  # fmt: skip
-        keys, values = _unpacked(paged_kv_cache)
+        keys, values = unpacked(paged_kv_cache)
         for name, tensor in (("batch_indices", batch_indices), ("positions", positions), ("kv_indices", kv_indices),
                              ("kv_indptr", kv_indptr), ("kv_last_page_len", kv_last_page_len)):  # fmt: skip
             demand(tensor.dtype == torch.int32, f"{name} must be int32, got {tensor.dtype}")
@@ -113,312 +116,6 @@ class Double:
         pages = kv_indices[kv_indptr[batch_indices.long()].long() + positions.long() // size].long()
         keys[pages, positions.long() % size] = append_key
         values[pages, positions.long() % size] = append_value
-
-
-class _Wrapper:
-    """What both wrappers have in common."""
-
-    def _init(self, double, workspace, kv_layout, backend, use_cuda_graph, buffers):
-        self.double = double
-        demand(workspace.dtype == torch.uint8 and workspace.dim() == 1, "the workspace is a row of bytes")
-        demand(kv_layout == "NHD", f"the double knows NHD only, got {kv_layout!r}")
-        demand(backend == "fa2", f"say fa2: {backend!r} may take fa3, or cuDNN in later versions")
-        self.workspace_size = workspace.numel()
-        self.use_cuda_graph = use_cuda_graph
-        self.buffers = buffers  # indptr, indices, last_page_len
-        if use_cuda_graph:
-            for buffer in buffers:
-                demand(torch.is_tensor(buffer) and buffer.dtype == torch.int32, "graphs need int32 buffers")
-            demand(
-                len(buffers[0]) == len(buffers[2]) + 1, "indptr's buffer has one element more than the batch"
-            )
-        self.planned = None
-        self.plan_number = 0
-
-    def _plan(
-        self, indptr, indices, last_page_len, qo_indptr, num_qo_heads, num_kv_heads, head_dim, page_size,
-        causal, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
-    ):  # fmt: skip
-        double, timeline = self.double, self.double.timeline
-        demand(
-            self.plan_number <= timeline.known,
-            "planned again before the device was known to have read the last plan: wait for an event",
-        )
-        host = {"indptr": indptr, "last_page_len": last_page_len, "qo_indptr": qo_indptr}
-        for name, tensor in ({**host, "indices": indices}).items():
-            demand(torch.is_tensor(tensor), f"{name} must be a tensor")
-            demand(
-                tensor.dtype == torch.int32, f"{name} must be int32, others are misread: got {tensor.dtype}"
-            )
-            demand(tensor.dim() == 1 and tensor.is_contiguous(), f"{name} must be one row")
-        for name, tensor in host.items():
-            demand(
-                tensor.device.type == "cpu" and not timeline.holds(tensor),
-                f"{name} on the device is a hidden wait",
-            )
-        demand(not timeline.tells_places or timeline.holds(indices), "indices must be on the device")
-        batch = len(last_page_len)
-        demand(batch > 0, "an empty batch divides by zero")
-        demand(len(indptr) == batch + 1 and len(qo_indptr) == batch + 1, "indptr must be [batch + 1]")
-        demand(int(indptr[0]) == 0 and int(qo_indptr[0]) == 0, "indptr must start at 0")
-        pages, rows = indptr.diff(), qo_indptr.diff()
-        if self.use_cuda_graph:
-            demand(batch == len(self.buffers[2]), f"graph of a batch of {len(self.buffers[2])}, got {batch}")
-            demand(len(indices) <= len(self.buffers[1]), "more pages than the graph's buffer holds")
-            empty = pages == 0
-            demand(bool((last_page_len[empty] == 0).all()), "a padded row has last_page_len 0")
-        else:
-            empty = torch.zeros(batch, dtype=torch.bool)
-        demand(
-            bool((pages[~empty] > 0).all()), f"requests need at least one page, indptr is {indptr.tolist()}"
-        )
-        demand(bool((rows > 0).all()), f"requests need at least one row, qo_indptr is {qo_indptr.tolist()}")
-        demand(len(indices) == int(indptr[-1]), f"indices must be [{int(indptr[-1])}], got {len(indices)}")
-        last = last_page_len[~empty]
-        demand(
-            bool(((last >= 1) & (last <= page_size)).all()),
-            f"last_page_len must lie in 1..{page_size}, got {last_page_len.tolist()}",
-        )
-        demand(num_qo_heads % num_kv_heads == 0, "query heads must divide among KV heads")
-        demand(kv_data_type is not None, "kv_data_type must be given")
-        for dtype in (q_data_type, kv_data_type):
-            demand(dtype in double.limits.dtypes, f"no kernel for {dtype}")
-        dims = double.limits.head_dims
-        demand(dims is None or head_dim in dims, f"no kernel for a head_dim of {head_dim}")
-        demand(
-            isinstance(window_left, int) and window_left >= -1,
-            f"window_left must be -1 or more: {window_left}",
-        )
-        demand(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap={logits_soft_cap}")
-        lens = torch.where(empty, 0, (pages - 1) * page_size + last_page_len)
-        demand(not causal or bool((rows <= lens).all()), "a causal request has no more rows than keys")
-        if self.takes_tensor_cores:
-            need = workspace_bytes(
-                rows * (num_qo_heads // num_kv_heads), pages, page_size, window_left, num_qo_heads, num_kv_heads,
-                head_dim, double.num_sms,
-            )  # fmt: skip
-            if need > self.workspace_size:
-                raise RuntimeError(
-                    f"Buffer overflow when allocating memory for batch_prefill_tmp_v with size {need}, but only "
-                    f"{self.workspace_size} bytes available: increase the workspace buffer size"
-                )
-        else:
-            group = num_qo_heads // num_kv_heads
-            demand(group in CUDA_CORE_GROUPS, f"no CUDA-core kernel for a group of {group}")
-        if self.use_cuda_graph:
-            for buffer, tensor in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
-                buffer[: len(tensor)].copy_(tensor)
-            indices = self.buffers[1]
-        self.planned = SimpleNamespace(
-            indptr=indptr.clone(), indices=indices, lens=lens, qo_indptr=qo_indptr.clone(), page_size=page_size,
-            heads=(num_qo_heads, num_kv_heads, head_dim), causal=causal, window_left=window_left,
-            soft_cap=logits_soft_cap, sm_scale=sm_scale, dtypes=(q_data_type, kv_data_type), step=timeline.steps,
-        )  # fmt: skip
-        self.plan_number = timeline.enqueue()
-
-    def _run(self, q, paged_kv_cache, out, lse, return_lse, window_left):
-        planned, timeline = self.planned, self.double.timeline
-        demand(planned is not None, "run before plan")
-        demand(
-            self.use_cuda_graph or planned.step == timeline.steps,
-            "the plan is that of an earlier step",
-        )
-        timeline.execute()
-        keys, values = _unpacked(paged_kv_cache)
-        num_qo_heads, num_kv_heads, head_dim = planned.heads
-        rows = int(planned.qo_indptr[-1])
-        demand(
-            tuple(q.shape) == (rows, num_qo_heads, head_dim),
-            f"q must be {(rows, num_qo_heads, head_dim)} as planned, got {tuple(q.shape)}",
-        )
-        demand(q.stride(-1) == 1, "the last dimension of q must be contiguous")
-        if q.dtype != planned.dtypes[0]:
-            raise ValueError(f"The dtype of q {q.dtype} does not match the q_data_type {planned.dtypes[0]}")
-        if keys.dtype != planned.dtypes[1]:
-            raise ValueError(
-                f"The dtype of k {keys.dtype} does not match the kv_data_type {planned.dtypes[1]}"
-            )
-        page = (planned.page_size, num_kv_heads, head_dim)
-        for pool in (keys, values):
-            demand(tuple(pool.shape[1:]) == page, f"pages must be {page}, got {tuple(pool.shape[1:])}")
-            demand(pool.stride(-1) == 1, "the last dimension of the cache must be contiguous")
-        demand(keys.stride() == values.stride(), "K and V must have the same strides")
-        demand(window_left is None or window_left == planned.window_left, "window_left is that of the plan")
-        used = planned.indices[: int(planned.indptr[-1])]
-        demand(
-            bool(((used >= 0) & (used < keys.shape[0])).all()),
-            f"page ids must lie in 0..{keys.shape[0] - 1}, got {used.tolist()}",
-        )
-        if out is None:
-            out = torch.empty_like(q)
-        demand(
-            out.shape == q.shape and out.dtype == q.dtype, f"out must be as q, got {out.shape}, {out.dtype}"
-        )
-        demand(out.stride(-1) == 1 and out.is_contiguous(), "out must be contiguous")
-        if return_lse:
-            if lse is None:
-                lse = torch.empty(q.shape[:2], dtype=torch.float32)
-            demand(
-                lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse must be float32 {q.shape[:2]}"
-            )
-            demand(lse.is_contiguous(), "lse must be contiguous")
-        scale = planned.sm_scale if planned.sm_scale is not None else 1 / math.sqrt(head_dim)
-        with torch.no_grad():
-            for request in range(len(planned.lens)):
-                first, stop = planned.qo_indptr[request : request + 2].tolist()
-                length = int(planned.lens[request])
-                if not length:
-                    out[first:stop] = 0
-                    if return_lse:
-                        lse[first:stop] = EMPTY_LSE
-                    continue
-                pages = used[int(planned.indptr[request]) : int(planned.indptr[request + 1])]
-                key, value = (paged_positions(pool, pages, length) for pool in (keys, values))
-                if planned.window_left >= 0:
-                    demand(
-                        bool(value.isfinite().all()),
-                        "values before a window are multiplied by 0, not skipped",
-                    )
-                part, part_lse = attend(
-                    q[first:stop], key, value, scale, planned.soft_cap, planned.causal, planned.window_left,
-                    decode=self.decodes,
-                )  # fmt: skip
-                out[first:stop] = part.to(out.dtype)
-                if return_lse:
-                    lse[first:stop] = part_lse.to(torch.float32)
-        timeline.enqueue()
-        return (out, lse) if return_lse else out
-
-
-class DecodeWrapper(_Wrapper):
-    decodes = True
-
-    def __init__(
-        self,
-        double,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        use_tensor_cores=False,
-        paged_kv_indptr_buffer=None,
-        paged_kv_indices_buffer=None,
-        paged_kv_last_page_len_buffer=None,
-        backend="auto",
-        jit_args=None,
-    ):
-        double.note(
-            "BatchDecodeWithPagedKVCacheWrapper",
-            (self, float_workspace_buffer, kv_layout),
-            dict(use_cuda_graph=use_cuda_graph, use_tensor_cores=use_tensor_cores, backend=backend),
-        )
-        self.takes_tensor_cores = use_tensor_cores
-        buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-        self._init(double, float_workspace_buffer, kv_layout, backend, use_cuda_graph, buffers)
-
-    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs):
-        args = (self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size)
-        self.double.note("BatchDecodeWithPagedKVCacheWrapper.plan", args, kwargs)
-        known = {
-            "window_left": -1, "logits_soft_cap": None, "q_data_type": "float16", "kv_data_type": None,
-            "sm_scale": None, "pos_encoding_mode": "NONE", "non_blocking": True, "disable_split_kv": False,
-        }  # fmt: skip
-        options = _options(known, kwargs)
-        self._plan(
-            indptr, indices, last_page_len, torch.arange(len(last_page_len) + 1, dtype=torch.int32),
-            num_qo_heads, num_kv_heads, head_dim, page_size, False, options.window_left, options.logits_soft_cap,
-            options.sm_scale, options.q_data_type, options.kv_data_type,
-        )  # fmt: skip
-
-    def run(
-        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
-        return_lse=False, enable_pdl=None, window_left=None, sinks=None,
-    ):  # fmt: skip
-        kwargs = dict(out=out, lse=lse, return_lse=return_lse)
-        self.double.note("BatchDecodeWithPagedKVCacheWrapper.run", (self, q, paged_kv_cache), kwargs)
-        demand(sinks is None, "fa2 ignores sinks")
-        return self._run(q, paged_kv_cache, out, lse, return_lse, window_left)
-
-
-class PrefillWrapper(_Wrapper):
-    decodes = False
-    takes_tensor_cores = True
-
-    def __init__(
-        self,
-        double,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        qo_indptr_buf=None,
-        paged_kv_indptr_buf=None,
-        paged_kv_indices_buf=None,
-        paged_kv_last_page_len_buf=None,
-        custom_mask_buf=None,
-        mask_indptr_buf=None,
-        backend="auto",
-        jit_args=None,
-        jit_kwargs=None,
-    ):
-        double.note(
-            "BatchPrefillWithPagedKVCacheWrapper",
-            (self, float_workspace_buffer, kv_layout),
-            dict(use_cuda_graph=use_cuda_graph, backend=backend),
-        )
-        buffers = paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
-        self._init(double, float_workspace_buffer, kv_layout, backend, use_cuda_graph, buffers)
-
-    def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-        head_dim_qk, page_size, **kwargs,
-    ):  # fmt: skip
-        args = (
-            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-            head_dim_qk, page_size,
-        )  # fmt: skip
-        self.double.note("BatchPrefillWithPagedKVCacheWrapper.plan", args, kwargs)
-        known = {
-            "causal": False, "window_left": -1, "logits_soft_cap": None, "q_data_type": "float16",
-            "kv_data_type": None, "sm_scale": None, "pos_encoding_mode": "NONE", "non_blocking": True,
-            "max_token_per_sequence": None, "disable_split_kv": False,
-        }  # fmt: skip
-        options = _options(known, kwargs)
-        longest = options.max_token_per_sequence
-        demand(
-            longest is None or longest == int(qo_indptr.diff().max()),
-            f"max_token_per_sequence={longest} is not that of {qo_indptr.tolist()}",
-        )
-        self._plan(
-            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr, num_qo_heads, num_kv_heads,
-            head_dim_qk, page_size, options.causal, options.window_left, options.logits_soft_cap, options.sm_scale,
-            options.q_data_type, options.kv_data_type,
-        )  # fmt: skip
-
-    def run(
-        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
-        return_lse=False, enable_pdl=None, window_left=None, sinks=None,
-    ):  # fmt: skip
-        kwargs = dict(out=out, lse=lse, return_lse=return_lse)
-        self.double.note("BatchPrefillWithPagedKVCacheWrapper.run", (self, q, paged_kv_cache), kwargs)
-        demand(sinks is None, "fa2 ignores sinks")
-        return self._run(q, paged_kv_cache, out, lse, return_lse, window_left)
-
-
-def _options(known, given):
-    unknown = set(given) - set(known)
-    if unknown:
-        raise TypeError(f"the double knows no {', '.join(sorted(unknown))}")
-    demand("q_data_type" in given, "q_data_type is float16 unless it is given")
-    return SimpleNamespace(**{**known, **given})
-
-
-def _unpacked(cache):
-    if isinstance(cache, tuple):
-        return cache
-    if torch.is_tensor(cache):
-        return cache.unbind(dim=1)
-    raise KeyError(
-        f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor."
-    )
 
 
 def _check_merge(v, s, v_other, s_other):
@@ -432,6 +129,3 @@ def _check_merge(v, s, v_other, s_other):
     heads, dim = v.shape[1:]
     threads = heads * -(-dim // max(16 // v.element_size(), dim // 32))
     demand(threads <= 1024, f"{heads} heads of {dim} need {threads} threads in a block")
-
-
-__all__ = ["ContractError", "Double"]

@@ -12,7 +12,7 @@ def paged_positions(pool, pages, length):
     return pool[pages.long()].flatten(0, 1)[:length]
 
 
-def attend(q, key, value, scale, soft_cap, causal, window_left, *, decode=False):
+def attend(q, key, value, scale, soft_cap, causal, window_left):
     """`[n, Hq, D]` over `[m, Hkv, D]`: output, and log-sum-exp in base 2, float64."""
     n, heads, dim = q.shape
     m, kv_heads, _ = key.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 
 import torch
@@ -16,6 +17,21 @@ class ContractError(AssertionError):
 def demand(condition, message):
     if not condition:
         raise ContractError(message)
+
+
+def recorded(name):
+    """Note a call as it was made. The first argument leads to the double."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def noted(self, *args, **kwargs):
+            double = getattr(self, "double", self)
+            double.calls.append((name, args, kwargs))
+            return function(self, *args, **kwargs)
+
+        return noted
+
+    return decorate
 
 
 class Timeline:

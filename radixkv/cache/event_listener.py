@@ -80,7 +80,8 @@ class TreeEvents(TreeListener):
         tree: The tree to listen to; `start()` begins.
         hashes: Form of block hashes, see `external_hash`.
         medium: Where the KV lies.
-        label: What a tree namespace is called; called on the thread that fetches events.
+        label: What a tree namespace (canonical, or the bytes that were given) is called; called on the thread that
+            fetches events.
         wake: Called after each change, under the lock of the tree: must be quick.
         max_pending_tokens: Most tokens noted and not fetched.
     """
@@ -256,7 +257,7 @@ class TreeEvents(TreeListener):
     ) -> Iterator[KVCacheEvent]:
         label = self._labels.get(namespace)
         if label is None:
-            label = self._labels[namespace] = self._label_of(namespace)
+            label = self._labels[namespace] = self._label_of(_as_given(namespace))
         most = max(1, min(_BATCH_BLOCKS, _BATCH_TOKENS // self._size))
         for start in range(0, len(digests), most):
             part = digests[start : start + most]
@@ -319,6 +320,12 @@ def _extra_keys(label: Label, num_blocks: int, at_root: bool) -> list[tuple[str,
     if at_root and label.salt is not None:
         keys[0] = (*(each or ()), label.salt)
     return keys if any(keys) else None
+
+
+def _as_given(namespace: bytes) -> bytes:
+    """A namespace that was given to the tree as bytes, as `PrefixCache` does, without what marks it as bytes."""
+    head, colon, rest = namespace.partition(b":")
+    return rest if colon and head == b"b%d" % len(rest) else namespace
 
 
 def label_of(namespace: bytes) -> Label:

@@ -33,7 +33,8 @@ class KVEventStream:
         dialect: `"vllm"`, `"sglang"` or `"array"`.
         hashes: `"uint64"`, `"int64"` or `"bytes"`; None for the dialect's own.
         medium: Where the KV lies, as readers are told.
-        label: What a tree namespace is called in events; None reads it off the namespace itself.
+        label: What a tree namespace (canonical, or the bytes that were given) is called in events; None reads it off
+            the namespace itself.
         options: Further arguments of `KVEventPublisher`: `topic`, `bind`, `rank`, `buffer_steps`, `buffer_bytes`,
             `hwm`, `linger_ms`, `announce`.
 

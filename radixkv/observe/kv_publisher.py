@@ -368,7 +368,7 @@ class _Sender:
             self._announced_at = time.monotonic()
         if self._source is not None:
             self._guarded(lambda: self._send_from_source(newcomers))
-        while self._queue:
+        for _ in range(len(self._queue)):  # what comes meanwhile waits, so that replay requests get their turn
             events, dropped = self._next()
             if events:
                 self._guarded(lambda events=events: self._send(events))  # type: ignore[misc]

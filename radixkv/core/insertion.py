@@ -41,10 +41,10 @@ def insert_path(
 
     # Blocks of the caller that the tree has already.
     result = given
-    replaced = given[:0]
+    replaced: BlockIds | None = None
     last = -1
     if num_have:
-        if have == given.data.cast("B")[: len(have)]:
+        if have == given[:num_have].tobytes():
             last = given.item(num_have - 1)
             if pool.is_idle(last):  # references never rise along a path
                 raise InvalidRequestError(f"block {last} is not held by the caller")
@@ -63,10 +63,11 @@ def insert_path(
     unknown = fresh[same:] if same else fresh
     index: Index = []
     if num_fresh:
-        require_non_negative(array[known // TOKEN_BYTES :])
+        if not tree._was_checked(array):
+            require_non_negative(array[known // TOKEN_BYTES :])
         if same < num_fresh:
             index, state = pool.look_up_private(unknown)
-            num_sound = _num_sound(tree, unknown, state, len(replaced) > 0)
+            num_sound = _num_sound(tree, unknown, state, replaced is not None)
             if num_sound < len(unknown):
                 unknown = unknown[:num_sound]
                 index, state = pool.look_up_private(unknown)
@@ -81,7 +82,7 @@ def insert_path(
     if new_use:
         tree._now += 1  # else this is the request that was there last: one use, one time
     now = tree._now
-    if len(replaced):
+    if replaced is not None:
         pool.hold(pool.index(replacing))
         pool.release(replaced)
     if num_fresh:
@@ -128,7 +129,8 @@ def insert_path(
             if continues and is_all and isinstance(above, list) and isinstance(index, list):
                 pool.remember(given, above + index)
     tree._tip = result.item(stop // block_bytes - 1) if stop >= block_bytes else -1
-    return InsertResult(result, num_new, len(replaced), (stop - known) // TOKEN_BYTES if num_fresh else 0)
+    num_replaced = 0 if replaced is None else len(replaced)
+    return InsertResult(result, num_new, num_replaced, (stop - known) // TOKEN_BYTES if num_fresh else 0)
 
 
 def _num_sound(tree: RadixTree, unknown: BlockIds, state: States, replaces: bool) -> int:

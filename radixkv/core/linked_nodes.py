@@ -116,20 +116,24 @@ class LinkedNodes:
 
     def _split(self, root: Root, node: Node, num_blocks: int) -> Node:
         """Cut a node after `num_blocks` of its blocks; the new upper part. The lower part stays `node`."""
-        at = num_blocks * self._block_bytes
+        at, at_id = num_blocks * self._block_bytes, num_blocks * ID_BYTES
         num_below = len(node.blocks) // ID_BYTES - num_blocks
+        edge, blocks = node.edge, node.blocks
+        # The shorter part is the one that is copied.
+        if 2 * at < len(edge):
+            upper_edge, upper_blocks = edge[:at], blocks[:at_id]
+            del edge[:at]
+            del blocks[:at_id]
+        else:
+            upper_edge, upper_blocks = edge, blocks
+            node.edge, node.blocks = edge[at:], blocks[at_id:]
+            del edge[at:]
+            del blocks[at_id:]
         upper = Node(
-            node.parent,
-            node.edge[:at],
-            node.blocks[: num_blocks * ID_BYTES],
-            self._next_serial(),
-            leading(node.runs, num_blocks),
+            node.parent, upper_edge, upper_blocks, self._next_serial(), leading(node.runs, num_blocks)
         )
         upper.num_hits, upper.used_at = node.num_hits, node.used_at
         self._replace_child(node, upper)
-        # Cut off in front without a copy, except where more would be cut than stays.
-        del node.edge[:at]
-        del node.blocks[: num_blocks * ID_BYTES]
         node.cut = 0
         node.runs = trailing(node.runs, num_below)
         node.parent = upper

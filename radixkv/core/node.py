@@ -13,6 +13,10 @@ from radixkv.core import hashing
 from radixkv.core.block_states import ID_BYTES, Run
 from radixkv.core.tokens import TOKEN_BYTES
 
+# Bytes of two edges that are compared at a time to find where they part.
+FIRST_PIECE = 4096
+LARGEST_PIECE = 1 << 16
+
 
 class Node:
     """A run of blocks, the edge that leads to it, and what follows.
@@ -111,26 +115,17 @@ def common_bytes(edge: bytearray, data: memoryview, guess: int = 0) -> int:
     ):
         return min(guess, len(edge), len(data))
     size = min(len(edge), len(data))
-    if edge.startswith(data[:size]):
-        return size
-    # Double the step while all is equal, then halve it: memcmp does the bulk, numpy only the last piece.
-    low, step = 0, 1024
-    while not (low + step < size) or edge.startswith(data[low : low + step], low, low + step):
-        if low + step >= size:
-            step = size - low
-            break
-        low += step
-        step *= 2
-    while step > 4096:
-        half = step // (2 * TOKEN_BYTES) * TOKEN_BYTES
-        if edge.startswith(data[low : low + half], low, low + half):
-            low += half
-            step -= half
-        else:
-            step = half
-    ours = np.frombuffer(edge, np.int64, step // TOKEN_BYTES, low)
-    theirs = np.frombuffer(data, np.int64, step // TOKEN_BYTES, low)
-    return low + int((ours != theirs).argmax()) * TOKEN_BYTES
+    # memcmp does the bulk, in pieces that are still at hand when numpy looks where in one of them they part.
+    low, step = 0, FIRST_PIECE
+    while low < size:
+        high = min(low + step, size)
+        if not edge.startswith(data[low:high], low):
+            ours = np.frombuffer(edge, np.int64, (high - low) // TOKEN_BYTES, low)
+            theirs = np.frombuffer(data, np.int64, (high - low) // TOKEN_BYTES, low)
+            return low + int((ours != theirs).argmax()) * TOKEN_BYTES
+        low = high
+        step = min(4 * step, LARGEST_PIECE)
+    return size
 
 
 def sort_key(tokens: bytearray | memoryview) -> bytes:

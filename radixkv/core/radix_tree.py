@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,7 @@ class RadixTree(LinkedNodes):
             b"",
             [],
         )  # what the last match found, which is often inserted next
+        self._checked: Callable[[], TokenArray | None] = lambda: None  # the last request, while it lives
         self._tip = -1  # last whole block of the path that was matched or inserted last
         self._num_evicted = self._num_evicted_tokens = 0
         self._listeners: tuple[TreeListener, ...] = ()
@@ -231,7 +233,8 @@ class RadixTree(LinkedNodes):
         Raises:
             InvalidRequestError: Tokens, namespace or limit make no sense, or the policy keeps no retentions.
         """
-        self.require_retention(retention)
+        if retention is not None:
+            self.require_retention(retention)
         array = to_int64(tokens)
         limit = len(array) if max_tokens is None else _limit(array, max_tokens)
         canonical = canonical_namespace(namespace)
@@ -242,6 +245,7 @@ class RadixTree(LinkedNodes):
             if rows:
                 num_tokens += rows - self._block_size
             require_non_negative(array[num_tokens:])  # what is cached was checked when it was inserted
+            self._checked = weakref.ref(array)
             held = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
             index: Index = pool.index(held) if runs is None else runs
             if ids:
@@ -258,6 +262,11 @@ class RadixTree(LinkedNodes):
             if self._checks:
                 self.check()
             return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None, note)
+
+    def _was_checked(self, array: TokenArray) -> bool:
+        """Whether the last match looked at all these tokens: what is inserted mostly is its array, or a slice of it."""
+        checked = self._checked()
+        return checked is not None and (array is checked or array.base is checked)
 
     def _count_use(
         self,

@@ -1,0 +1,86 @@
+"""What was made fast says what the slow way says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.core import BlockPool, InvalidRequestError, RadixTree, as_tokens
+from radixkv.core.node import FIRST_PIECE, LARGEST_PIECE, common_bytes
+
+PIECES = [0, FIRST_PIECE, 4 * FIRST_PIECE, 5 * FIRST_PIECE, LARGEST_PIECE, 2 * LARGEST_PIECE]
+
+
+@given(
+    at=st.one_of(
+        st.integers(0, 40), st.sampled_from([n // 8 + d for n in PIECES for d in (0, 1, 2)]), st.none()
+    ),
+    more=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    guess=st.integers(0, 5000),
+)
+def test_common_bytes_is_where_two_runs_of_tokens_part(at, more, guess):
+    size = 2 * LARGEST_PIECE // 8 + 100 if at is None or at > 40 else 60
+    ours = np.arange(size + more[0])
+    theirs = np.arange(size + more[1])
+    if at is not None:
+        theirs[at] += 1 << 40  # only the upper half of the number differs
+    expected = min(len(ours), len(theirs)) if at is None else at
+    data = memoryview(theirs).cast("B")
+    assert common_bytes(bytearray(ours.tobytes()), data) == expected * 8
+    assert common_bytes(bytearray(ours.tobytes()), data, guess * 8) == expected * 8
+    assert common_bytes(bytearray(ours.tobytes()), data, expected * 8) == expected * 8
+
+
+@pytest.mark.parametrize("at", [1, 5, 6, 7, 9])
+def test_a_split_gives_each_part_its_tokens_and_blocks(at):
+    pool = BlockPool(64)
+    tree = RadixTree(pool, 2)
+    tokens = np.arange(20)
+    tree.insert(tokens, pool.allocate(10))
+    other = np.append(tokens[: 2 * at], [77, 78])
+    match = tree.match(other, partial=False)
+    tree.insert(other, np.concatenate((match.take(), pool.allocate(1))))
+    tree.check()
+    assert [len(node.blocks) for node in tree.nodes() if node.start == 0] == [at]
+    assert tree.match_length(tokens) == 20
+    assert tree.match_length(other) == len(other)
+
+
+def test_tokens_that_were_matched_are_not_looked_at_again_but_others_are():
+    pool = BlockPool(8)
+    tree = RadixTree(pool, 2)
+    tokens = np.arange(6)
+    tree.match(tokens)
+    assert tree._was_checked(tokens)
+    assert tree._was_checked(tokens[:4])
+    assert not tree._was_checked(tokens.copy())
+    assert tree.insert(tokens[:4], pool.allocate(2)).num_new_tokens == 4
+    blocks = pool.allocate(2)
+    with pytest.raises(InvalidRequestError, match="negative"):
+        tree.insert(np.array([9, 9, -1, 9]), blocks)
+    with pytest.raises(InvalidRequestError, match="negative"):
+        tree.insert([9, 9, -1, 9], blocks)
+    tree.match(tokens[:4])
+    assert not tree._was_checked(tokens)  # the rest of it was not seen
+    tree.check()
+
+
+def test_an_array_that_is_gone_is_not_mistaken_for_another():
+    tree = RadixTree(BlockPool(8), 2)
+    tree.match([1, 2, 3, 4])
+    assert not tree._was_checked(np.arange(4))
+    assert not tree._was_checked(as_tokens([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("place", [0, 100, 40_000])
+@pytest.mark.parametrize("wrong", [True, False, 1.0, 2**63, None])
+def test_a_long_list_is_read_whole(place, wrong):
+    items = [5] * 40_001
+    assert as_tokens(items).tolist() == items
+    items[place] = 1
+    assert as_tokens(items)[place] == 1
+    items[place] = wrong
+    with pytest.raises(InvalidRequestError):
+        as_tokens(items)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.core.block_states import BlockIds
-from radixkv.core.node import Node
+from radixkv.core.node import children
 from radixkv.core.tokens import TOKEN_BYTES, TokenArray
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def copy_tree(tree: RadixTree) -> TreeCopy:
         number = 0
         for root in tree._roots.values():
             namespace = root.namespace
-            todo: list[tuple[Node, int, int]] = []
-            _push_children(root, 0, -1, todo)
+            todo = [(child, 0, -1) for child in children(root)]
             while todo:
                 node, start, parent = todo.pop()
                 spaces.append(namespace)
@@ -82,16 +81,7 @@ def copy_tree(tree: RadixTree) -> TreeCopy:
                 num_hits.append(node.num_hits)
                 used_at.append(node.used_at)
                 if node.num_children:
-                    _push_children(node, start + len(node.edge) // TOKEN_BYTES, number, todo)
+                    end = start + len(node.edge) // TOKEN_BYTES
+                    todo += [(child, end, number) for child in children(node)]
                 number += 1
         return out
-
-
-def _push_children(node: Node, start: int, number: int, todo: list[tuple[Node, int, int]]) -> None:
-    for head in node.children.values():
-        child: Node | None = head
-        while child is not None:
-            todo.append((child, start, number))
-            child = child.next
-    if node.tails:
-        todo += [(child, start, number) for child in node.tails.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -31,14 +31,14 @@ class BlockPaths:
         num_usable: `int64[num_requests]`, how many of them the request can hit at most.
     """
 
-    def __init__(self, requests: Sequence[TokenArray], block_size: int, *, leave_one: bool) -> None:
-        whole = [len(tokens) // block_size for tokens in requests]
-        keys = [
-            block_keys(tokens[: n * block_size], block_size, 0)
-            for tokens, n in zip(requests, whole, strict=True)
-        ]
-        self.lengths = np.array(whole, np.int64)
-        usable = [(len(tokens) - leave_one) // block_size for tokens in requests]
+    def __init__(self, requests: Iterable[TokenArray], block_size: int, *, leave_one: bool) -> None:
+        keys, lengths, usable = [], [], []
+        for tokens in requests:
+            num_whole = len(tokens) // block_size
+            keys.append(block_keys(tokens[: num_whole * block_size], block_size, 0))
+            lengths.append(num_whole)
+            usable.append((len(tokens) - leave_one) // block_size)
+        self.lengths = np.array(lengths, np.int64)
         self.num_usable = np.array(usable, np.int64)
         self._ends = np.cumsum(self.lengths)
         distinct, numbers = np.unique(np.concatenate(keys), return_inverse=True)

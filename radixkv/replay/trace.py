@@ -92,9 +92,10 @@ class Trace:
     @cached_property
     def paths(self) -> BlockPaths:
         """The distinct blocks, and when each is used again."""
+        tokens = (request.tokens() for request in self.requests)
         if self.by_blocks:
-            return BlockPaths([r.tokens() for r in self.requests], 1, leave_one=False)
-        return BlockPaths([r.tokens() for r in self.requests], self.block_size, leave_one=True)
+            return BlockPaths(tokens, 1, leave_one=False)
+        return BlockPaths(tokens, self.block_size, leave_one=True)
 
     def blocks_of(self, request: Request) -> int:
         """Blocks that a request fills."""

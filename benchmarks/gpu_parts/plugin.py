@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -31,49 +32,51 @@ def plugin(session: Session) -> None:
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, num_beams=1
             )
 
-    def attached(tokens: list[int], count: int = 1) -> Any:
-        with cache.attached(model):
-            return generate(tokens, count)
-
     prefix = prompt(session, model, cached, 1)
+    tail = iter(prompt(session, model, new, 100 + i) for i in range(100))
     floor = _floor(session, model, prefix)
-    attached(prefix)
     times: dict[str, list[float]] = {}
-    hits = 0
+
+    def measure(name: str, call: Callable[[], Any], keep: bool) -> Any:
+        if session.out_of_time(f"time to first token, {name}", 1):
+            return None
+        seconds, out = wall_time(session, call)
+        if keep:  # the first round warms up
+            times.setdefault(name, []).append(seconds * 1e3)
+        return out
+
     for turn in range(rounds + 1):
-        tail = [prompt(session, model, new, 100 + 10 * turn + i) for i in range(4)]
-        other = prompt(session, model, cached, 200 + turn)
-        calls: dict[str, Callable[[], Any]] = {
-            "plain": partial(generate, prefix + tail[0]),
-            "hit": partial(attached, prefix + tail[1]),
-            "miss": partial(attached, other + tail[2]),
-            "floor": partial(floor, tail[3]),
-        }
-        for name, call in calls.items():
-            if session.out_of_time(f"time to first token, {name}", 1):
-                continue
-            seconds, out = wall_time(session, call)
-            if name == "hit":
+        measure("plain", partial(generate, prefix + next(tail)), turn > 0)
+        measure("floor", partial(floor, next(tail)), turn > 0)
+    hits, asked, answered = 0, prefix + next(tail), None
+    with cache.attached(model):
+        generate(prefix)
+        for turn in range(rounds + 1):
+            tokens = prefix + next(tail) if turn else asked
+            out = measure("hit", partial(generate, tokens), turn > 0)
+            if out is not None:
                 hits = cache.last_requests[0].hit_tokens
-            if turn:  # the first round warms up
-                times.setdefault(name, []).append(seconds * 1e3)
-            if name == "hit" and not turn:
-                same = generate(prefix + tail[1]).tolist() == out.tolist()
-                session.note("first token on a hit", same_as_plain=same)
+            answered = answered if turn else out
+            other = prompt(session, model, cached, 200 + turn) + next(tail)
+            measure("miss", partial(generate, other), turn > 0)
+    if answered is not None:
+        session.note("first token on a hit", same_as_plain=generate(asked).tolist() == answered.tolist())
     found = {name: statistics.median(column) for name, column in times.items()}
-    session.check("hit tokens", hits == cached, hit_tokens=hits)
+    if "hit" in found:
+        session.check("hit tokens", hits == cached, hit_tokens=hits)
     session.note(f"time to first token, {cached} cached + {new}", **{f"{k}_ms": v for k, v in found.items()})
     if "plain" in found:
         session.shared["prefill_us_per_token"] = found["plain"] * 1e3 / (cached + new)
     count = 4 if session.small else 32
-    for name, call in (("plain", generate), ("attached", attached)):
+    for name in ("plain", "attached"):
         label = f"further tokens at {cached}, {name}"
         if session.out_of_time(label, 2):
             continue
-        tokens = prefix + prompt(session, model, new, 300)
-        call(tokens)
-        first, _ = wall_time(session, partial(call, tokens))
-        whole, _ = wall_time(session, partial(call, tokens, count + 1))
+        tokens = prefix + next(tail)
+        with cache.attached(model) if name == "attached" else contextlib.nullcontext():
+            generate(tokens)
+            first, _ = wall_time(session, partial(generate, tokens))
+            whole, _ = wall_time(session, partial(generate, tokens, count + 1))
         session.note(label, ms_per_token=(whole - first) / count * 1e3)
     _swap_cost(session)
 

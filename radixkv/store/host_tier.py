@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import weakref
@@ -16,7 +17,7 @@ from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import InvalidRequestError
 from radixkv.store.copy_stream import CopyStream, copy_stream, to_device
 from radixkv.store.kv_store import KVStore, as_moves
-from radixkv.store.pinning import pin, unpin
+from radixkv.store.pinning import page_aligned, pin, unpin
 from radixkv.store.sizing import format_bytes, free_memory_bytes, parse_memory
 
 __all__ = ["HostTier"]
@@ -79,8 +80,8 @@ class HostTier:
             )
         num_staged = min(num_blocks, store.num_blocks, max(1, _STAGING_BYTES // self.block_bytes))
         width = self.block_bytes // layout.dtype.itemsize
-        self._host = _memory(num_blocks, width, layout.dtype, torch.device("cpu"))
-        self._staging = _memory(num_staged, width, layout.dtype, layout.device)
+        self._host = page_aligned(num_blocks * self.block_bytes, layout.dtype).view(num_blocks, width)
+        self._staging = _on_device(num_staged, width, layout.dtype, layout.device)
         self._parts = _split(store, self._staging)
         self._stream = copy_stream(layout.device) if stream is None else stream
         self._must_fence = False
@@ -175,16 +176,14 @@ class HostTier:
             )
 
 
-def _memory(num_blocks: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _on_device(num_blocks: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     try:
-        with torch.inference_mode(
-            False
-        ):  # tensors born in inference mode could never be written outside of it
+        with torch.inference_mode(False):
             return torch.empty(num_blocks, width, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
+        size = format_bytes(num_blocks * width * dtype.itemsize)
         raise InvalidRequestError(
-            f"{device} could not give {format_bytes(num_blocks * width * dtype.itemsize)} for swapped blocks: "
-            "ask for less host_memory, or for a smaller cache"
+            f"{device} could not give {size} to swap blocks through: make the cache smaller"
         ) from error
 
 
@@ -209,5 +208,6 @@ def _runs(blocks: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
 
 def _give_back(stream: CopyStream, memory: Tensor) -> None:
     """The tier is gone: wait for its last copies, then let the pages go."""
-    stream.synchronize()
+    with contextlib.suppress(Exception):  # CUDA may be gone, too
+        stream.synchronize()
     unpin(memory)

@@ -8,16 +8,16 @@ import subprocess
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from radixkv.attention.flashinfer_choice import device_problem, import_flashinfer
 from radixkv.attention.flashinfer_kinds import KernelModule, Limits, can_merge, kernel_modules
 from radixkv.attention.flashinfer_plan import FlashInferCosts, StepCut, cut_step
+from radixkv.attention.flashinfer_sending import PlannedStep, send_step
 from radixkv.attention.flashinfer_tables import StepSequences
 from radixkv.attention.flashinfer_transfer import Transfers
-from radixkv.attention.flashinfer_wrappers import PlannedLaunch, Wrappers, out_of_memory
+from radixkv.attention.flashinfer_wrappers import Wrappers, out_of_memory
 from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
 from radixkv.attention.merge import merge_in_place
 from radixkv.attention.torch_backend import TorchBackend
@@ -28,27 +28,6 @@ __all__ = ["FlashInferBackend"]
 _log = logging.getLogger(__name__)
 
 _LN2 = math.log(2.0)
-
-
-class _PlannedStep:
-    """A step for one kind of layers, its tables on the device.
-
-    Attributes:
-        own, shared: Launches.
-        order: int32 `[T]`: rows in the order of the launches, on the device; None: as they are.
-        inverse: int32 `[T]`: where each row then is.
-        dtype: That the wrappers are planned for; None while they are not.
-    """
-
-    __slots__ = ("checked", "dtype", "inverse", "order", "own", "shared")
-
-    def __init__(self) -> None:
-        self.own: list[PlannedLaunch] = []
-        self.shared: list[PlannedLaunch] = []
-        self.order: Tensor | None = None
-        self.inverse: Tensor | None = None
-        self.dtype: torch.dtype | None = None
-        self.checked = False
 
 
 class FlashInferBackend:
@@ -107,7 +86,7 @@ class FlashInferBackend:
         self._costs = costs or FlashInferCosts()
         self._wrappers = Wrappers(module, self.device, self._transfers, workspace_bytes)
         self._batch: AttentionBatch | None = None
-        self._steps: dict[AttentionSpec, _PlannedStep] = {}
+        self._steps: dict[AttentionSpec, PlannedStep] = {}
         self._cuts: dict[AttentionSpec, StepCut] = {}
         # What was learnt of a kind of layers, and stays.
         self._dtypes: dict[AttentionSpec, torch.dtype] = {}
@@ -156,8 +135,7 @@ class FlashInferBackend:
         What only the tensors can tell, their dtype, is taken to be that of the last step; the kernels of a kind that
         was never run are planned in its first `run`.
         """
-        self._batch, self._others = None, []  # whatever is raised below, no half of a plan stays
-        self._steps, self._cuts = {}, {}
+        self._forget()
         kinds = list(dict.fromkeys(specs))
         ours = [spec for spec in kinds if self.fallback_reason(spec) is None]
         sequences = StepSequences(batch)
@@ -168,18 +146,27 @@ class FlashInferBackend:
             if shape not in alike:
                 alike[shape] = cut_step(sequences, spec, self._costs)
             cuts[spec] = alike[shape]
-        steps = self._send(batch, cuts)
+        steps = send_step(batch, cuts, self._transfers)
         self._batch = batch
         self._steps, self._cuts = steps, cuts
-        for spec in kinds:
-            if spec not in steps:
-                self._leave(spec)
-        for spec, step in steps.items():
-            dtype = self._dtypes.get(spec)
-            if dtype is not None:
-                self._plan_kernels(spec, step, dtype)
-        if self._others:
-            self.fallback.plan(batch, self._others)
+        try:
+            for spec in kinds:
+                if spec not in steps:
+                    self._leave(spec)
+            for spec, step in list(steps.items()):
+                dtype = self._dtypes.get(spec)
+                if dtype is not None:
+                    self._plan_kernels(spec, step, dtype)
+            if self._others:
+                self.fallback.plan(batch, self._others)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """No half of a plan stays."""
+        self._batch, self._others = None, []
+        self._steps, self._cuts = {}, {}
 
     def _leave(self, spec: AttentionSpec, reason: str | None = None) -> None:
         """Give a kind of layers to the fallback, for this step at least. It is to be planned by the caller."""
@@ -195,46 +182,7 @@ class FlashInferBackend:
             self._logged[spec] = str(reason)
         self._others.append(spec)
 
-    def _send(
-        self, batch: AttentionBatch, cuts: dict[AttentionSpec, StepCut]
-    ) -> dict[AttentionSpec, _PlannedStep]:
-        """All tables of a step on the device. Kinds of layers that are cut alike share theirs."""
-        layout = _Layout()
-        for cut in cuts.values():
-            for launch in cut.launches:
-                layout.add(id(launch.table), launch.table.num_pages)
-                if launch.mask is not None:
-                    layout.add(id(launch.mask), -(-len(launch.mask) // 4))
-            if cut.order is not None:
-                layout.add(id(cut.order), 2 * len(cut.order))
-        if not layout.size:
-            return {spec: _PlannedStep() for spec in cuts}
-        host = self._transfers.host(layout.size)
-        for cut in cuts.values():
-            for launch in cut.launches:
-                launch.table.write(batch.block_tables, layout.part(id(launch.table), host))
-                if launch.mask is not None:
-                    layout.part(id(launch.mask), host).view(np.bool_)[: len(launch.mask)] = launch.mask
-            if cut.order is not None:
-                both = layout.part(id(cut.order), host).reshape(2, -1)
-                both[0] = cut.order
-                both[1, cut.order] = np.arange(len(cut.order))
-        device = self._transfers.send(layout.size)
-        steps = {}
-        for spec, cut in cuts.items():
-            step = steps[spec] = _PlannedStep()
-            for launches, planned in ((cut.own, step.own), (cut.shared, step.shared)):
-                for launch in launches:
-                    mask = None
-                    if launch.mask is not None:
-                        bits = layout.part(id(launch.mask), device).view(torch.uint8)
-                        mask = bits[: len(launch.mask)].view(torch.bool)
-                    planned.append(PlannedLaunch(launch, layout.part(id(launch.table), device), mask))
-            if cut.order is not None:
-                step.order, step.inverse = layout.part(id(cut.order), device).view(2, -1)
-        return steps
-
-    def _plan_kernels(self, spec: AttentionSpec, step: _PlannedStep, dtype: torch.dtype) -> None:
+    def _plan_kernels(self, spec: AttentionSpec, step: PlannedStep, dtype: torch.dtype) -> None:
         """Plan the wrappers of a kind of layers; one that FlashInfer has no kernel for after all is left to others."""
         assert self._batch is not None
         try:
@@ -283,7 +231,7 @@ class FlashInferBackend:
 
     def _run(
         self,
-        step: _PlannedStep,
+        step: PlannedStep,
         spec: AttentionSpec,
         query: Tensor,
         keys: Tensor,
@@ -354,7 +302,7 @@ class FlashInferBackend:
 
     def _first_run(
         self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor
-    ) -> _PlannedStep | None:
+    ) -> PlannedStep | None:
         """Look at the tensors of a kind of layers once a step; None if the fallback is to compute them."""
         batch = self._batch
         step = self._steps.get(spec)
@@ -411,23 +359,6 @@ class FlashInferBackend:
             with torch.inference_mode(False):
                 room = self._room[key] = torch.empty(shape, dtype=dtype, device=self.device)
         return room if len(room) == rows else room[:rows]
-
-
-class _Layout:
-    """Where several int32 arrays lie in one, each at a border of 16 bytes."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._places: dict[int, tuple[int, int]] = {}
-
-    def add(self, key: int, size: int) -> None:
-        if key not in self._places:
-            self._places[key] = self.size, size
-            self.size += -(-size // 4) * 4
-
-    def part(self, key: int, whole: Any) -> Any:
-        start, size = self._places[key]
-        return whole[start : start + size]
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from radixkv.attention.flashinfer_kinds import uses_tensor_cores, workspace_need
 from radixkv.attention.flashinfer_plan import Launch
+from radixkv.attention.flashinfer_sending import PlannedLaunch
 from radixkv.attention.flashinfer_transfer import Transfers
 from radixkv.attention.interface import AttentionSpec
 from radixkv.core.errors import InvalidRequestError
 from radixkv.store.sizing import format_bytes
 
-__all__ = ["PlannedLaunch", "Wrappers", "out_of_memory"]
+__all__ = ["Wrappers", "out_of_memory"]
 
 
 class _Wrapper:
@@ -32,25 +33,6 @@ class _Wrapper:
         self._planned = None
         self.wrapper.plan(*args, **kwargs)
         self._planned = self._transfers.mark()
-
-
-class PlannedLaunch:
-    """A launch whose page table is on the device.
-
-    Args:
-        launch: From the plan of the step.
-        indices: int32 `[pages]` on the device.
-        mask: bool `[rows]` on the device, or None.
-    """
-
-    __slots__ = ("indices", "launch", "mask", "num_rows", "run", "start", "stop", "whole")
-
-    def __init__(self, launch: Launch, indices: Tensor, mask: Tensor | None) -> None:
-        self.launch, self.indices, self.mask = launch, indices, mask
-        self.start, self.stop = launch.first_row, launch.stop_row
-        self.num_rows = self.stop - self.start
-        # Set by `Wrappers.plan`.
-        self.run: Any = None
 
 
 class Wrappers:

@@ -82,18 +82,25 @@ class EventMachine(RuleBasedStateMachine):
             self.held.append([space, tokens, blocks])
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), more=st.lists(st.integers(1, 2), min_size=1, max_size=5))
-    def grow(self, data, more):
-        """Decode: a held sequence becomes longer, in place."""
+    @rule(data=st.data(), more=st.lists(st.integers(1, 2), min_size=1, max_size=5), copy=st.booleans())
+    def grow(self, data, more, copy):
+        """Decode: a held sequence becomes longer, in its last block or in a copy of that."""
         entry = data.draw(st.sampled_from(self.held))
         space, tokens, blocks = entry
+        size = self.tree.block_size
+        kept = len(tokens) // size if copy else len(blocks)
         tokens = tokens + more
-        num = -(-len(tokens) // self.tree.block_size) - len(blocks)
         try:
-            own = self.tree.allocate(num)
+            own = self.tree.allocate(-(-len(tokens) // size) - kept)
         except OutOfBlocksError:
             return
-        entry[1:] = tokens, self.tree.insert(tokens, np.concatenate((blocks, own)), space).blocks
+        try:
+            grown = self.tree.insert(tokens, np.concatenate((blocks[:kept], own)), space).blocks
+        except ValueError:  # the last block belongs to others, who have other tokens in it
+            self.pool.release(own)
+            return
+        self.pool.release(blocks[kept:])
+        entry[1:] = tokens, grown
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

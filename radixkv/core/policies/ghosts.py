@@ -75,11 +75,13 @@ class GhostTable:
         gone = []
         slots = keys & self._slot_mask
         before = self._slots[slots]
-        robbed = ((self._cells[before] > 0) & (self._keys[before] & self._slot_mask == slots)).nonzero()[0]
-        if len(robbed):
-            places = np.unique(before[robbed])  # two keys may rob the same one
-            gone.append(self._cells[places])
-            self._cells[places] = 0
+        full = self._cells[before].nonzero()[0]
+        if len(full):
+            before = before[full]
+            # Two keys may rob the same one.
+            robbed = np.unique(before[self._keys[before] & self._slot_mask == slots[full]])
+            gone.append(self._cells[robbed])
+            self._cells[robbed] = 0
         start, stop = self._next, self._next + len(keys)
         old = self._cells[start:stop]
         gone.append(old[old > 0])

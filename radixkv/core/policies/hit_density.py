@@ -11,6 +11,7 @@ from radixkv.core.block_keys import BlockKeys, block_keys
 from radixkv.core.block_states import BlockIds, Index, get, put
 from radixkv.core.errors import CacheCorruptionError
 from radixkv.core.eviction import EvictionPolicy
+from radixkv.core.hashing import block_hash
 from radixkv.core.policies.ghosts import Cells, GhostTable, Uses
 from radixkv.core.policies.leaf_cells import LeafCells
 from radixkv.core.policies.reuse_rates import (
@@ -24,7 +25,7 @@ from radixkv.core.policies.reuse_rates import (
     RING_MASK,
     ReuseRates,
 )
-from radixkv.core.tokens import TOKEN_BYTES, TokenArray, token_bytes
+from radixkv.core.tokens import TokenArray, token_bytes
 
 if TYPE_CHECKING:
     from radixkv.core.node import Node
@@ -66,7 +67,8 @@ class _Expected(NamedTuple):
     first: int  # number of the first of them on its path
     behind: int  # key of the one before it
     seed: int  # of the namespace
-    tokens: bytearray  # of these blocks
+    num_whole: int  # how many of them are whole; the last one may be a tail
+    digest: int  # of the tokens of those, 0 if it is not known
     noted: _Noted
 
 
@@ -159,9 +161,10 @@ class HitDensityPolicy(EvictionPolicy):
         put(self._uses, index, uses[:num_hit])
         put(self._counted, index, counted[:num_hit])
         if len(keys):
-            rest = bytearray(token_bytes(tokens[num_whole * self.block_size :]))
             noted = _Noted(keys, cells[num_hit:], uses[num_hit:], counted[num_hit:])
-            self._expected = _Expected(num_whole, behind, seed, rest, noted)
+            end = len(tokens) // self.block_size
+            digest = _digest(tokens[num_whole * self.block_size : end * self.block_size])
+            self._expected = _Expected(num_whole, behind, seed, end - num_whole, digest, noted)
         if rates.count_request(num):
             self._rates.give_up(self._ghosts.limit(self._num_ghosts // rates.stride))
 
@@ -180,15 +183,12 @@ class HitDensityPolicy(EvictionPolicy):
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
         behind = int(self._keys[self.behind]) if first else 0
-        noted = self._take_expected(first, behind, tokens, seed)
-        num = len(noted.keys)
-        if num * self.block_size < len(tokens) - first * self.block_size:
+        noted, rest = self._take_expected(first, behind, tokens, seed)
+        if len(rest):
             # More than the last request announced: generated, or of an earlier request, which the ghosts know of.
             self._remember_expected()
-            behind = int(noted.keys[-1]) if num else behind
-            start = first + num
-            keys = block_keys(tokens, self.block_size, seed, first=start, parent_key=behind)
-            more = self._look_up(start, keys)
+            num = len(noted.keys)
+            more = self._look_up(first + num, rest)
             noted = noted.then(more) if num else more
         put(self._keys, index, noted.keys)
         put(self._cells, index, noted.cells)
@@ -287,24 +287,35 @@ class HitDensityPolicy(EvictionPolicy):
             return keys[1:], num_hit, int(keys[0])
         return keys, num_hit - 1, behind
 
-    def _take_expected(self, first: int, behind: int, tokens: TokenArray, seed: int) -> _Noted:
-        """What was noted of leading blocks of these when the last request asked for them, if it is theirs."""
-        expected, size = self._expected, self.block_size * TOKEN_BYTES
-        nothing = _Noted(self._keys[:0], self._cells[:0], self._uses[:0], self._counted[:0])
+    def _take_expected(
+        self, first: int, behind: int, tokens: TokenArray, seed: int
+    ) -> tuple[_Noted, BlockKeys]:
+        """What was noted of inserted blocks when the last request asked for them, and the keys of those behind."""
+        expected, size = self._expected, self.block_size
         if expected is None or (first, behind, seed) != expected[:3]:
-            return nothing
-        data = token_bytes(tokens[first * self.block_size :])
-        common = min(len(data), len(expected.tokens))
-        num, tail = divmod(common, size)
-        num += tail > 0 and len(data) == len(expected.tokens)
-        if not num or not expected.tokens.startswith(data[:common]):
-            return nothing
-        noted, self._expected = expected.noted, None
-        if num < len(noted.keys):
-            rest = expected.tokens[num * size :]
-            behind = int(noted.keys[num - 1])
-            self._expected = _Expected(first + num, behind, seed, rest, noted.part(num, None))
-        return noted.part(None, num)
+            keys = block_keys(tokens, size, seed, first=first, parent_key=behind)
+            return _Noted(keys[:0], self._cells[:0], self._uses[:0], self._counted[:0]), keys
+        noted, num, known = expected.noted, -(-len(tokens) // size) - first, 0
+        if len(tokens) // size - first >= expected.num_whole > 0 and expected.digest == _digest(
+            tokens[first * size : (first + expected.num_whole) * size]
+        ):
+            known = expected.num_whole  # as is usual; else their keys are compared
+            behind = int(noted.keys[known - 1])
+        rest = noted.keys[:0]
+        if known < num:
+            rest = block_keys(tokens, size, seed, first=first + known, parent_key=behind)
+            common = min(len(rest), len(noted.keys) - known)
+            differ = (rest[:common] != noted.keys[known : known + common]).nonzero()[0]
+            same = int(differ[0]) if len(differ) else common
+            known, rest = known + same, rest[same:]
+        if known:
+            left = noted.part(known, None)
+            self._expected = None
+            if len(left.keys):
+                num_whole = max(expected.num_whole - known, 0)
+                behind = int(noted.keys[known - 1])
+                self._expected = _Expected(first + known, behind, seed, num_whole, 0, left)
+        return noted.part(None, known), rest
 
     def _look_up(self, first: int, keys: BlockKeys) -> _Noted:
         """What the ghosts know of inserted blocks, which are none any more; the others are new."""
@@ -336,7 +347,7 @@ class HitDensityPolicy(EvictionPolicy):
         if expected is None:
             return
         keys, cells, uses, counted = expected.noted
-        if len(expected.tokens) < self.block_size * TOKEN_BYTES:
+        if not expected.num_whole:
             self._rates.give_up(cells[counted])  # only the tail is left: it will never come back as it is
         else:
             self._ghosts_add(keys[counted], cells[counted], uses[counted])
@@ -354,6 +365,10 @@ class HitDensityPolicy(EvictionPolicy):
         gone = self._ghosts.add(keys, cells, uses)
         if len(gone):
             self._rates.give_up(gone)
+
+
+def _digest(tokens: TokenArray) -> int:
+    return block_hash(token_bytes(tokens), 0) | 1 if len(tokens) else 0
 
 
 def _last_two(index: Index) -> tuple[int, int]:

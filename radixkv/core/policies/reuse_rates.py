@@ -37,7 +37,7 @@ CELL_MASK = HORIZON * ROW - 1
 PRIOR = 3.0  # requests that the estimate of a larger group counts for
 HALF_LIFE = 2048  # requests after which counts are halved
 _MOST = 0.999  # highest rate in a bin that is believed
-_IS_LATER = np.tri(NUM_BINS, dtype=np.bool_)[:, :, None]
+_IS_LATER = np.tri(NUM_BINS)[:, :, None]
 
 REFRESH = 32  # requests between two computations of the index
 COUNTED_BLOCKS = 64  # of a request of average length are counted, up to twice as many
@@ -175,7 +175,8 @@ def _best_ratios(
         to_last[:-1] = np.cumsum((alive * parts)[::-1], 0)[::-1]
         np.subtract(to_last[None, :-1], to_last[1:, None], out=sums)
     hits *= _IS_LATER
-    np.divide(hits, times, out=hits, where=_IS_LATER)
+    np.maximum(times, 1e-300, out=times)
+    hits /= times
     return np.maximum.reduce(hits, 0)
 
 

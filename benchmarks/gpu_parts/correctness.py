@@ -34,7 +34,7 @@ def judge(
     **options: Any,
 ) -> None:
     """One step through the FlashInfer backend, against the formula in float64. Slots that nobody owns are NaN."""
-    from tests.attention.attention_testkit import dense_attention, make_scene
+    from attention_testkit import dense_attention, make_scene
 
     def check() -> None:
         kind_dtype = dtype or session.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from typing import Any
 
 import torch
@@ -44,8 +45,25 @@ def describe(session: Session) -> dict[str, Any]:
             "gpu_memory_gib": round(total / 2**30, 1),
             "gpu_free_gib": round(free / 2**30, 1),
             "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
+            "nvidia_smi": _nvidia_smi(),
         }
     return found
+
+
+def _nvidia_smi() -> str | None:
+    """Driver, clocks and power limit, or None."""
+    fields = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().split("\n")[0]
 
 
 def environment(session: Session) -> None:

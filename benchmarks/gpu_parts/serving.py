@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -116,10 +117,11 @@ class _Stamped:
         self._model = model
         self.outputs: dict[str, Any] = {}
         original = model.generate_batch
+        stamps = "record_timestamps" in inspect.signature(original).parameters
 
         @functools.wraps(original)
         def generate_batch(*args: Any, **kwargs: Any) -> Any:
-            self.outputs = original(*args, record_timestamps=True, **kwargs)
+            self.outputs = original(*args, **({"record_timestamps": True} if stamps else {}), **kwargs)
             return self.outputs
 
         self.generate_batch = generate_batch
@@ -143,9 +145,11 @@ def run_generate_batch(session: Session, model: Any, workload: Workload, max_bat
         ),
     )
     outputs = list(stamped.outputs.values())
+    if not all(hasattr(out, "lifespan") and getattr(out, "timestamps", None) for out in outputs):
+        return Answer(tokens, whole, figures={"time": "with preparation: this version has no timestamps"})
     began = min(out.created_time for out in outputs)
     ended = max(out.lifespan[1] for out in outputs)
-    ttft = [out.timestamps[0] - began for out in outputs if out.timestamps]
+    ttft = [out.timestamps[0] - began for out in outputs]
     return Answer(tokens, ended - began, ttft, {"with_preparation_s": whole})
 
 

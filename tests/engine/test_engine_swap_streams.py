@@ -18,6 +18,7 @@ from test_engine_failures import Boom, failing
 
 from radixkv import Engine
 from radixkv.store import HostTier
+from radixkv.store.copy_stream import CudaCopyStream
 from tests.store.stream_double import OrderError, StreamDouble, watch_runner, watch_store
 
 PROMPTS = family(9, 2, 6, 7, 11) + family(0, 3, 17, 4, seed=5)
@@ -341,3 +342,36 @@ def test_swapping_on_a_gpu_changes_no_token(name: str, pinned: bool, monkeypatch
         assert tokens_of(engine.generate(PROMPTS, params(LENGTH))) == expected
         drained(engine)
     assert engine.stats.swapped_in_blocks > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_copy_that_fails_now_and_then_on_a_gpu(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(CudaCopyStream):
+        count = 0
+
+        def run(self, work: Any, reads: Any, writes: Any) -> None:
+            self.count += 1
+            if self.count % 3 == 1 and when == "before":
+                raise Boom("the copy failed")
+            super().run(work, reads, writes)
+            if self.count % 3 == 1:
+                raise Boom("the copy failed")
+
+    model = tiny("llama_gqa").cuda()
+    expected = tokens_of(make_engine(model, attention="torch").generate(PROMPTS, params(LENGTH)))
+    monkeypatch.setattr("radixkv.store.host_tier.copy_stream", Failing)
+    engine = make_engine(
+        model,
+        attention="torch",
+        num_blocks=10,
+        preemption="swap",
+        host_memory="64KiB",
+        max_batched_tokens=12,
+    )
+    tokens: dict[Any, list[int]] = {}
+    rids = [engine.add_request(p, params(LENGTH)) for p in PROMPTS]
+    assert steps(engine, tokens, Boom) > 1
+    assert [tokens[rid] for rid in rids] == expected
+    drained(engine)

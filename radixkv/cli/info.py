@@ -8,11 +8,19 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 #: Shown with their version, or as missing.
-PACKAGES = ("torch", "transformers", "numpy", "xxhash", "sortedcontainers", "flashinfer-python")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "xxhash",
+    "sortedcontainers",
+    "flashinfer-python",
+    "apache-tvm-ffi",
+)
 
 
 def collect() -> dict[str, Any]:
-    """Versions, devices, memory, default pool sizes, as plain values for JSON."""
+    """Versions, devices, memory, default pool sizes, attention backends, as plain values for JSON."""
     import torch
 
     import radixkv
@@ -45,6 +53,7 @@ def _device(device: str, name: str) -> dict[str, Any]:
     import psutil
     import torch
 
+    from radixkv.attention import backend_choice
     from radixkv.store.sizing import DEFAULT_FRACTION, free_memory_bytes
 
     kind = torch.device(device).type
@@ -54,6 +63,7 @@ def _device(device: str, name: str) -> dict[str, Any]:
         total = psutil.virtual_memory().total
     free = free_memory_bytes(device)
     fraction = DEFAULT_FRACTION.get(kind, DEFAULT_FRACTION["cpu"])
+    attention, reason = backend_choice(device)
     return {
         "device": device,
         "name": name,
@@ -61,12 +71,15 @@ def _device(device: str, name: str) -> dict[str, Any]:
         "free_bytes": free,
         "default_pool_bytes": int(free * fraction),
         "default_pool_fraction": fraction,
+        "attention": attention,
+        "attention_reason": reason,
     }
 
 
 def print_tables(found: dict[str, Any]) -> None:
     """The same for people."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     from radixkv.demo.report import make_console
@@ -93,3 +106,6 @@ def print_tables(found: dict[str, Any]) -> None:
         sizes = format_bytes(device["total_bytes"]), format_bytes(device["free_bytes"]), pool
         devices.add_row(device["device"], device["name"], *sizes)
     console.print(devices)
+    for device in found["devices"]:
+        name, reason = device["attention"], escape(device["attention_reason"])
+        console.print(f"attention on {device['device']}: [bold]{name}[/bold] ({reason})", highlight=False)

@@ -213,6 +213,7 @@ def test_info_json(capsys):
     assert found["packages"].keys() >= {"transformers", "flashinfer-python"}
     cpu = found["devices"][0]
     assert cpu["device"] == "cpu"
+    assert (cpu["attention"], cpu["attention_reason"][:10]) == ("torch", "FlashInfer")
     assert 0 < cpu["default_pool_bytes"] < cpu["free_bytes"] <= cpu["total_bytes"]
 
 
@@ -224,6 +225,7 @@ def test_info_table(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "not installed" in out
     assert "Default pool" in out
+    assert "attention on cpu: torch (FlashInfer needs an NVIDIA GPU" in out
     assert max(map(len, out.splitlines())) <= 100
 
 

@@ -167,6 +167,8 @@ def _opened(source: Any, name: str) -> Iterator[IO[bytes]]:
             raise InvalidRequestError(f"{name} is open as text: open it with 'rb'")
         yield source
     elif source == "-":
+        if sys.stdin is None:
+            raise InvalidRequestError("standard input is closed: give a file")
         yield sys.stdin.buffer
     else:
         path = Path(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -10,6 +11,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.core import Retention
 from radixkv.errors import InvalidRequestError
@@ -329,7 +332,30 @@ def test_damaged_gzip(tmp_path, skip_bad):
         read_trace(path, skip_bad=skip_bad)
 
 
-def test_sources_that_cannot_be_read(tmp_path):
+JSON_LIKE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = ["hash_ids", "token_ids", "prompt", "messages", "input_length", "output_length", "timestamp", "ttl"]
+REQUEST_LIKE = st.dictionaries(st.sampled_from([*FIELDS, "priority", "tools"]), JSON_LIKE, max_size=4)
+
+
+@given(lines=st.lists(REQUEST_LIKE | JSON_LIKE, max_size=4), skip_bad=st.booleans())
+def test_whatever_a_line_says_it_is_a_request_or_refused(lines, skip_bad):
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    with contextlib.suppress(InvalidRequestError):
+        read_trace(io.BytesIO(data), tokenizer=Letters(), skip_bad=skip_bad)
+
+
+@given(data=st.binary(max_size=200), packed=st.booleans(), skip_bad=st.booleans())
+def test_whatever_bytes_a_file_holds_it_is_a_trace_or_refused(data, packed, skip_bad):
+    data = b"\x1f\x8b" + data if packed else data
+    with contextlib.suppress(InvalidRequestError):
+        read_trace(io.BytesIO(data), skip_bad=skip_bad)
+
+
+def test_sources_that_cannot_be_read(tmp_path, monkeypatch):
     for source, reason in [
         (tmp_path / "none.jsonl", "no such file"),
         (tmp_path, "is a folder"),
@@ -339,6 +365,9 @@ def test_sources_that_cannot_be_read(tmp_path):
     ]:
         with pytest.raises(InvalidRequestError, match=reason):
             read_trace(source)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(InvalidRequestError, match="standard input is closed"):
+        read_trace("-")
     with pytest.raises(InvalidRequestError, match="block_size"):
         read_trace([GOOD], block_size=0)
     with pytest.raises(InvalidRequestError, match="limit"):

@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"ended by signal {number}")
 
     signal.signal(signal.SIGTERM, stop)
-    start_watchdog(session, finish)
+    over = start_watchdog(session, finish)
     session.header.setdefault("command", " ".join(["gpu.py", *words]))
     session.header.setdefault("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
     chosen = [phase for phase in PHASES if not args.phases or phase.name in args.phases]
@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hand_over(session, left, words)
         ended = "complete"
     finally:
+        over.set()
         finish(ended)
     failed = any(phase["status"] not in ("done", "skipped") for phase in session.phases.values())
     return 1 if failed or session.wrong else 0

@@ -236,12 +236,18 @@ def run_phases(session: Session, phases: list[Phase]) -> list[str]:
     return []
 
 
-def start_watchdog(session: Session, finish: Callable[[str], None]) -> threading.Thread:
-    """Shortly before the limit, write what there is and end the process, whatever the main thread is stuck in."""
+def start_watchdog(session: Session, finish: Callable[[str], None]) -> threading.Event:
+    """Shortly before the limit, write what there is and end the process, whatever the main thread is stuck in.
+
+    Returns:
+        Set it, and nothing more happens.
+    """
+    over = threading.Event()
 
     def watch() -> None:
         while (left := session.limit - WATCHDOG_MARGIN - session.elapsed) > 0:
-            time.sleep(min(left, 1.0))
+            if over.wait(min(left, 1.0)):
+                return
         session.phases.setdefault(session.phase, {})["status"] = "cut off"
         try:
             finish(f"cut off after {session.elapsed:.0f} s, in {session.phase}")
@@ -249,6 +255,5 @@ def start_watchdog(session: Session, finish: Callable[[str], None]) -> threading
         finally:
             os._exit(4)
 
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    return over

@@ -131,13 +131,18 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, block_size, hashing):
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, block_size)
+        self.tree = RadixTree(self.pool, block_size, self.make_policy(num_blocks))
         if hashing == "constant":
             self.tree._hash = lambda data, seed: 7
-        self.model = TreeModel(num_blocks, block_size)
+        self.model = self.model_class(num_blocks, block_size)
         self.matches: list[tuple] = []
         self.estranged = set()
         self.tables: list[list] = []  # [namespace, tokens, blocks]
+
+    model_class = TreeModel
+
+    def make_policy(self, num_blocks):
+        return "lru"
 
     # -- steps -----------------------------------------------------------------------------------------------
 

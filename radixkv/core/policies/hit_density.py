@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from radixkv.core.block_keys import BlockKeys, block_keys
 from radixkv.core.block_states import BlockIds, Index, get, put
-from radixkv.core.errors import CacheCorruptionError
+from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
 from radixkv.core.eviction import EvictionPolicy
 from radixkv.core.hashing import block_hash
 from radixkv.core.policies.ghosts import Cells, GhostTable, Uses
@@ -111,6 +111,8 @@ class HitDensityPolicy(EvictionPolicy):
 
     def __init__(self, num_blocks: int, num_ghosts: int | None = None) -> None:
         super().__init__(num_blocks)
+        if num_ghosts is not None and num_ghosts < 1:
+            raise InvalidRequestError(f"hit-density: num_ghosts must be at least 1, got {num_ghosts}")
         self._keys: BlockKeys = np.zeros(num_blocks, np.uint64)
         self._cells: Cells = np.zeros(num_blocks, np.int64)  # class and time of last use; 0 if not cached
         self._uses: Uses = np.zeros(num_blocks, np.uint8)

@@ -1,0 +1,281 @@
+"""Any order of calls to the tree, with every policy: hits, blocks and books stay right, and each policy's own counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
+
+from radixkv.core import (
+    BlockPool,
+    CacheCorruptionError,
+    InvalidRequestError,
+    RadixTree,
+    Retention,
+    policy_names,
+    register_policy,
+)
+from radixkv.core.eviction import EvictionPolicy, LRUPolicy, make_policy
+from radixkv.core.policies import (
+    AgedLFUPolicy,
+    CostAwarePolicy,
+    HitDensityPolicy,
+    RetentionPolicy,
+    SLRUPolicy,
+)
+from tests.core.test_radix_tree import TreeMachine, TreeModel, namespaces, token_lists
+
+ALL = policy_names()
+
+
+class AnyVictim(TreeModel):
+    """Which leaf goes is the policy's; that it is a leaf that nobody holds, and one at a time, is the tree's."""
+
+    def victims(self):
+        inner = {(space, self.parent_of(tokens)) for space, tokens in self.entries}
+        return [k for k, e in self.entries.items() if k not in inner and not self.held[e.block]]
+
+
+class PolicyMachine(TreeMachine):
+    policy = "lru"
+
+    model_class = AnyVictim
+
+    def make_policy(self, num_blocks):
+        self.time = 0.0
+        if self.policy == "priority":
+            return RetentionPolicy(num_blocks, clock=lambda: self.time)
+        if self.policy == "hit-density":
+            return HitDensityPolicy(num_blocks, num_ghosts=5)  # so few that they are forgotten all the time
+        return self.policy
+
+    @rule(
+        space=namespaces, tokens=token_lists, priority=st.integers(-1, 2), ttl=st.sampled_from([None, 1, 3])
+    )
+    def retain(self, space, tokens, priority, ttl):
+        if not self.tree._policy.retains:
+            return
+        self.time += 1
+        match = self.match_both(space, tokens, len(tokens), False)
+        with self.pool.lock:
+            again = self.tree.match(tokens, space, retention=Retention(priority, ttl), partial=False)
+        again.release()
+        match.release()
+        self.model.held.subtract(match.blocks.tolist())
+        if len(match.blocks):
+            self.model.now += 1
+
+    @invariant()
+    def the_policy_is_sound(self):
+        if hasattr(self, "tree") and hasattr(self.tree._policy, "check_all"):
+            self.tree._policy.check_all()
+
+
+@pytest.mark.parametrize("policy", [name for name in ALL if not name.startswith("test-")])
+def test_any_order_of_calls(policy):
+    run_state_machine_as_test(type("Machine", (PolicyMachine,), {"policy": policy}))
+
+
+def store(tree, tokens, namespace=b"", **options):
+    own = tree.allocate(-(-len(tokens) // tree.block_size))
+    result = tree.insert(tokens, own, namespace, **options)
+    tree.pool.release(result.blocks)
+
+
+# -- names -----------------------------------------------------------------------------------------------------
+
+
+def test_policies_come_by_name():
+    assert {"lru", "lfu", "lfu-aged", "fifo", "slru", "priority", "cost-aware", "hit-density"} <= set(ALL)
+    for name in ALL:
+        assert RadixTree(BlockPool(4), 4, name).policy == name
+        assert type(make_policy(name, 4)).__doc__
+    with pytest.raises(InvalidRequestError, match="'arc': there is cost-aware, fifo, "):
+        RadixTree(BlockPool(4), 4, "arc")
+
+
+def test_a_policy_serves_one_tree_of_its_size():
+    policy = SLRUPolicy(8, min_hits=1)
+    with pytest.raises(InvalidRequestError, match="made for 8 blocks, the pool has 9"):
+        RadixTree(BlockPool(9), 4, policy)
+    RadixTree(BlockPool(8), 4, policy)
+    with pytest.raises(InvalidRequestError, match="another tree"):
+        RadixTree(BlockPool(8), 4, policy)
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(InvalidRequestError, match="already the eviction policy 'lru'"):
+        register_policy(type("Other", (LRUPolicy,), {}))
+    assert register_policy(LRUPolicy) is LRUPolicy
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SLRUPolicy(8, min_hits=0),
+        lambda: SLRUPolicy(8, protected_share=1.5),
+        lambda: CostAwarePolicy(8, attention_equals_at=0),
+        lambda: CostAwarePolicy(8, attention_equals_at=float("nan")),
+        lambda: HitDensityPolicy(8, num_ghosts=-1),
+        lambda: Retention(1.5),
+        lambda: Retention(True),
+        lambda: Retention(1, 0),
+        lambda: Retention(1, float("nan")),
+    ],
+)
+def test_settings_that_make_no_sense(make):
+    with pytest.raises(InvalidRequestError):
+        make()
+
+
+# -- checks that find damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_a_leaf_filed_wrongly_is_found(policy):
+    tree = RadixTree(BlockPool(16), 2, policy)
+    store(tree, [1, 2, 3, 4])
+    store(tree, [1, 2, 5, 6])
+    tree.check()
+    own = tree._policy
+    if isinstance(own, HitDensityPolicy):
+        own._cells[:] += 1
+    else:
+        own.priority[:] -= 1
+    with pytest.raises(CacheCorruptionError):
+        tree.check()
+
+
+def test_miscounts_are_found():
+    for make, damage in (
+        (SLRUPolicy, lambda p: setattr(p, "_num_protected", 1)),
+        (SLRUPolicy, lambda p: p._uses.clear()),
+        (AgedLFUPolicy, lambda p: p.rank.__iadd__(5)),
+        (HitDensityPolicy, lambda p: p._rates.open.__iadd__(1)),
+        (HitDensityPolicy, lambda p: p._leaves._counts.__iadd__(1)),
+        (HitDensityPolicy, lambda p: setattr(p._leaves, "_num", 7)),
+    ):
+        policy = make(16)
+        tree = RadixTree(BlockPool(16), 2, policy)
+        for _ in range(4):
+            tree.match([1, 2, 3, 4]).release()
+            store(tree, [1, 2, 3, 4])
+        policy.check_all()
+        damage(policy)
+        with pytest.raises(CacheCorruptionError):
+            policy.check_all()
+
+
+# -- retentions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [name for name in ALL if name != "priority"])
+def test_other_policies_refuse_retentions_and_change_nothing(policy):
+    tree = RadixTree(BlockPool(16), 2, policy)
+    own = tree.allocate(2)
+    with pytest.raises(InvalidRequestError, match="policy='priority'"):
+        tree.insert([1, 2, 3, 4], own, retention=Retention(1))
+    with pytest.raises(InvalidRequestError, match="policy='priority'"):
+        tree.match([1, 2], retention=Retention(1))
+    assert tree.num_cached_blocks == 0
+    tree.pool.release(own)
+    tree.check()
+
+
+def test_what_is_no_retention_is_refused():
+    tree = RadixTree(BlockPool(16), 2, "priority")
+    with pytest.raises(InvalidRequestError, match="Retention"):
+        tree.match([1, 2], retention=(1, None))
+
+
+def test_a_retention_outlasts_others_until_it_expires():
+    time = [0.0]
+    tree = RadixTree(BlockPool(16), 2, RetentionPolicy(16, clock=lambda: time[0]))
+    store(tree, [1, 1], retention=Retention(5, ttl=10))
+    store(tree, [2, 2])
+    store(tree, [3, 3], retention=Retention(-1))
+    store(tree, [4, 4], retention=Retention(5))
+    gone = []
+    for _ in range(2):
+        tree.evict(1)
+        gone.append([n for n in (1, 2, 3, 4) if not tree.match_length([n, n])])
+    assert gone == [[3], [2, 3]]
+    time[0] = 11
+    store(tree, [5, 5])
+    tree.evict(1)  # 1 has expired, and is older than 5
+    assert [tree.match_length([n, n]) for n in (1, 4, 5)] == [0, 2, 2]
+    tree.check()
+
+
+def test_an_insert_alone_can_retain_all_of_its_path():
+    tree = RadixTree(BlockPool(16), 2, "priority")
+    store(tree, [1, 1])
+    store(tree, [2, 2])
+    store(tree, [1, 1], retention=Retention(1))  # nothing new
+    own = tree.match([2, 2]).take()
+    tree.pool.release(tree.insert([2, 2, 3], np.append(own, tree.allocate(1)), retention=Retention(2)).blocks)
+    store(tree, [4, 4])
+    for left in ([1, 2], [2]):
+        tree.evict(1)
+        assert [n for n in (1, 2, 4) if tree.match_length([n, n])] == left
+    tree.check()
+
+
+# -- single policies ---------------------------------------------------------------------------------------------
+
+
+def test_a_deep_block_is_worth_more_to_cost_aware():
+    tree = RadixTree(BlockPool(64), 4, CostAwarePolicy(64, attention_equals_at=16))
+    store(tree, list(range(32)))
+    store(tree, [90, 91, 92, 93])  # younger, but at position 0
+    tree.evict(1)
+    assert tree.match_length([90, 91, 92, 93]) == 0
+    assert tree.match_length(list(range(32))) == 32
+
+
+def test_a_tail_costs_as_much_as_it_has_rows():
+    policy = CostAwarePolicy(8, attention_equals_at=8)
+    tree = RadixTree(BlockPool(8), 4, policy)
+    own = tree.allocate(2)
+    tree.insert([1, 2, 3, 4, 5], own)
+    assert policy._cost[own].tolist() == [1 + 2 / 8, 0.25 * (1 + 4.5 / 8)]
+    tree.insert([1, 2, 3, 4, 5, 6, 7], own)
+    assert policy.rank[own[1]] == policy._cost[own[1]] == 0.75 * (1 + 5.5 / 8)
+    tree.pool.release(own)
+    tree.check()
+
+
+def test_a_policy_of_ones_own():
+    """The least that a policy must do: an order of leaves."""
+
+    class Newest(EvictionPolicy):
+        name = "newest"
+
+        def __init__(self, num_blocks):
+            super().__init__(num_blocks)
+            self.leaves = []
+
+        def file(self, leaf, block):
+            leaf.entry = block
+            self.leaves.append(leaf)
+
+        def unfile(self, leaf):
+            leaf.entry = None
+            self.leaves.remove(leaf)
+
+        def first(self):
+            return self.leaves[-1] if self.leaves else None
+
+        def num_to_cut(self, leaf, ids):
+            return len(ids)
+
+        def num_filed(self):
+            return len(self.leaves)
+
+    tree = RadixTree(BlockPool(8), 2, Newest(8))
+    store(tree, [1, 1])
+    store(tree, [2, 2])
+    tree.evict(1)
+    assert (tree.match_length([1, 1]), tree.match_length([2, 2])) == (2, 0)
+    tree.check()

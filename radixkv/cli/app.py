@@ -340,9 +340,10 @@ def replay(
 ) -> int:
     """What a prefix cache would have done for recorded traffic: hit rates over cache size, against the optimum.
 
-    A request is {"token_ids": [...]}, {"prompt": "..."}, {"messages": [...]}, or {"hash_ids": [...],
-    "input_length": n} as in the public Mooncake traces. The replay runs the cache's own tree and pool, one request
-    at a time; what is generated is ignored.
+    A line of the trace is a request: token_ids, a prompt, messages, or
+    hash_ids and input_length as in the public Mooncake traces. The replay
+    runs the cache's own tree and pool, one request at a time; what is
+    generated is ignored.
     """
 
     def work() -> int:

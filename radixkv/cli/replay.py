@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ def run_replay(options: Options) -> ReplayResult:
         from radixkv.demo.plot import check_plot_path
 
         check_plot_path(options.plot)
+    # Without a network the hub logs each attempt; the error at the end says it all.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     with _Bars(enabled=sys.stderr.isatty()) as bars:
         result = simulate(
             options.trace,

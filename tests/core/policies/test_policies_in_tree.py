@@ -1,4 +1,4 @@
-"""Any order of calls to the tree, with every policy: hits, blocks and books stay right, and each policy's own counts."""
+"""Any order of calls to the tree, with every policy: hits, blocks and all books stay right."""
 
 from __future__ import annotations
 

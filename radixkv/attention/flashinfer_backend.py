@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from radixkv.attention.flashinfer_choice import device_problem, import_flashinfer
-from radixkv.attention.flashinfer_kinds import KernelModule, Limits, can_merge, kernel_modules
+from radixkv.attention.flashinfer_kinds import KernelModule, Limits, can_merge, kernel_modules, module_of
 from radixkv.attention.flashinfer_plan import FlashInferCosts, StepCut, cut_step
 from radixkv.attention.flashinfer_sending import PlannedStep, send_step
 from radixkv.attention.flashinfer_tables import StepSequences
@@ -76,6 +76,8 @@ class FlashInferBackend:
                     f'attention="flashinfer": {problem}; attention="torch" runs anywhere'
                 )
             module = import_flashinfer()
+            if self.device.index is None:  # as tensors have it
+                self.device = torch.device(self.device.type, torch.cuda.current_device())
         hooks = getattr(module, "radixkv_hooks", None)
         if hooks is not None:
             limits, transfers = limits or hooks.limits, transfers or hooks.transfers(self.device)
@@ -185,24 +187,21 @@ class FlashInferBackend:
     def _plan_kernels(self, spec: AttentionSpec, step: PlannedStep, dtype: torch.dtype) -> None:
         """Plan the wrappers of a kind of layers; one that FlashInfer has no kernel for after all is left to others."""
         assert self._batch is not None
-        try:
-            for launch in step.own:
-                role = "decode" if launch.launch.decode else "prompt"
-                self._wrappers.plan(launch, role, spec, dtype, self._batch.block_size)
-            for number, launch in enumerate(step.shared):
-                self._wrappers.plan(launch, f"shared {number}", spec, dtype, self._batch.block_size)
-        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-            # Before a kernel has worked once, what fails is most likely its compiler.
-            modules = set(kernel_modules([spec], dtype, self._limits))
-            if modules <= self._works or out_of_memory(error) or isinstance(error, InvalidRequestError):
-                raise
-            del self._steps[spec]
-            self._reasons[spec] = (
-                f"its kernel could not be built or loaded: {type(error).__name__}: {_first_line(error)}"
-            )
-            self._leave(spec)
-            return
-        self._works.update(kernel_modules([spec], dtype, self._limits))
+        for role, one in step.roles():
+            module = module_of(spec, dtype, decode=one.launch.decode, shared=one.launch.shared)
+            try:
+                self._wrappers.plan(one, role, spec, dtype, self._batch.block_size)
+            except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+                # Before a kernel has worked once, what fails is most likely its compiler.
+                if module in self._works or out_of_memory(error):
+                    raise
+                del self._steps[spec]
+                self._reasons[spec] = (
+                    f"the kernel {module} could not be built or loaded: {type(error).__name__}: {_first_line(error)}"
+                )
+                self._leave(spec)
+                return
+            self._works.add(module)
         step.dtype = self._dtypes[spec] = dtype
 
     # -- running ----------------------------------------------------------------------------------------------
@@ -324,7 +323,7 @@ class FlashInferBackend:
             raise InvalidRequestError(
                 f"queries, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}"
             )
-        if not query.device.type == keys.device.type == values.device.type == self.device.type:
+        if not query.device == keys.device == values.device == self.device:
             raise InvalidRequestError(
                 f"queries, keys and values must be on {self.device}, got {query.device}, {keys.device}, {values.device}"
             )

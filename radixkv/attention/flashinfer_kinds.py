@@ -14,7 +14,16 @@ import torch
 
 from radixkv.attention.interface import AttentionSpec
 
-__all__ = ["KernelModule", "Limits", "can_merge", "kernel_modules", "uses_tensor_cores", "workspace_need"]
+__all__ = [
+    "KernelModule",
+    "Limits",
+    "can_merge",
+    "kernel_modules",
+    "module_of",
+    "query_tile",
+    "uses_tensor_cores",
+    "workspace_need",
+]
 
 # Query groups that the CUDA-core decode kernel is compiled for, and those of them that it is taken for: from four on
 # the tensor-core kernel reads each key once for the whole group.
@@ -119,6 +128,20 @@ class KernelModule:
         return ":".join([self.kind, self.dtype, str(self.head_dim), *flags])
 
 
+def module_of(spec: AttentionSpec, dtype: torch.dtype, *, decode: bool, shared: bool) -> KernelModule:
+    """The module that one launch needs.
+
+    Args:
+        spec: The kind of layers.
+        dtype: Of queries, keys and values.
+        decode: Whether each request has one row and the decode wrapper runs it.
+        shared: Whether it is a shared part. Those are whole for who sees them: no window, also in windowed layers.
+    """
+    kind = "decode" if decode and not uses_tensor_cores(spec) else "fa2"
+    window = spec.window is not None and not shared
+    return KernelModule(kind, _DTYPES.get(dtype, str(dtype)), spec.key_dim, window, spec.softcap is not None)
+
+
 def kernel_modules(
     specs: Collection[AttentionSpec], dtype: torch.dtype, limits: Limits | None = None
 ) -> list[KernelModule]:
@@ -134,15 +157,9 @@ def kernel_modules(
     """
     limits = limits or Limits()
     found: set[KernelModule] = set()
-    name = _DTYPES.get(dtype, str(dtype))
     for spec in specs:
-        if limits.why_not(spec, dtype) is not None:
-            continue
-        soft = spec.softcap is not None
-        # Shared parts are whole for those who see them: without a window, also in windowed layers.
-        found.add(KernelModule("fa2", name, spec.key_dim, False, soft))
-        found.add(KernelModule("fa2", name, spec.key_dim, spec.window is not None, soft))
-        if not uses_tensor_cores(spec):
-            found.add(KernelModule("decode", name, spec.key_dim, False, soft))
-        found.add(KernelModule("cascade"))
+        if limits.why_not(spec, dtype) is None:
+            for decode, shared in ((False, False), (False, True), (True, False)):
+                found.add(module_of(spec, dtype, decode=decode, shared=shared))
+            found.add(KernelModule("cascade"))
     return sorted(found, key=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class PlannedStep:
         order: int32 `[T]`: rows in the order of the launches, on the device; None: as they are.
         inverse: int32 `[T]`: where each row then is.
         dtype: That the wrappers are planned for; None while they are not.
+        checked: Whether the tensors of this step have been looked at.
     """
 
     __slots__ = ("checked", "dtype", "inverse", "order", "own", "shared")
@@ -53,6 +55,13 @@ class PlannedStep:
         self.inverse: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.checked = False
+
+    def roles(self) -> Iterator[tuple[str, PlannedLaunch]]:
+        """The launches with what each is among them: every role of a kind has a wrapper of its own."""
+        for one in self.own:
+            yield "decodes" if one.launch.decode else "prompts", one
+        for depth, one in enumerate(self.shared):
+            yield f"shared {depth}", one
 
 
 def send_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,9 @@ from radixkv.observe.kv_messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Hash,
     KVCacheEvent,
-    external_hash,
+    external_hashes,
 )
 
 __all__ = ["Label", "TreeEvents", "label_of"]
@@ -44,13 +46,8 @@ class Label(NamedTuple):
     salt: str | None = None
 
 
-class _Announced(NamedTuple):
-    """A block that readers know of."""
-
-    digest: bytes
-    parent: bytes | None
-    tokens: bytes
-    namespace: bytes
+# A block that readers know of: its hash, its parent's, its tokens as bytes, its namespace. Plain, as that is made fastest.
+_Announced = tuple[Hash, Hash | None, bytes, bytes]
 
 
 class _Stored(NamedTuple):
@@ -78,7 +75,7 @@ class TreeEvents(TreeListener):
 
     Args:
         tree: The tree to listen to; `start()` begins.
-        hashes: Form of block hashes, see `external_hash`.
+        hashes: Form of block hashes, see `external_hashes`.
         medium: Where the KV lies.
         label: What a tree namespace (canonical, or the bytes that were given) is called; called on the thread that
             fetches events.
@@ -98,7 +95,7 @@ class TreeEvents(TreeListener):
     ) -> None:
         self._tree = tree
         self._size = tree.block_size
-        self._external = external_hash(hashes)
+        self._external = external_hashes(hashes)
         self._medium = medium
         self._label_of = label or label_of
         self.wake: Callable[[], None] = wake or (lambda: None)
@@ -196,7 +193,7 @@ class TreeEvents(TreeListener):
                 yield from self._stored(change)
             elif isinstance(change, _Removed):
                 known = [self._announced.pop(block, None) for block in change.blocks[::-1].tolist()]
-                hashes = [self._external(block.digest) for block in known if block is not None]
+                hashes = [block[0] for block in known if block is not None]
                 if hashes:
                     yield BlockRemoved(hashes, self._medium)
             else:
@@ -207,21 +204,25 @@ class TreeEvents(TreeListener):
         namespace, tokens, first, blocks = change
         split = first * self._size
         parent = self._end_of(namespace, tokens[:split]) if first else None
-        own = tokens[split:]
-        digests = self._announce(namespace, own, blocks.tolist(), parent)
-        self._remember_end(self._path_key(namespace, tokens), digests[-1])
-        yield from self._runs(digests, parent, own, namespace)
+        digest = self._announce(namespace, tokens[split:], blocks.tolist(), parent)
+        self._remember_end(self._path_key(namespace, tokens), digest)
+        run = [self._announced[block] for block in blocks.tolist()]
+        yield from self._runs([block[0] for block in run], run[0][1], tokens[split:], namespace)
 
     def _announce(
         self, namespace: bytes, tokens: TokenArray, blocks: list[int], parent: bytes | None
-    ) -> list[bytes]:
+    ) -> bytes:
+        """Note blocks that follow the one with address `parent`; returns the address of the last."""
         start = root_digest(self._size, namespace) if parent is None else parent
         digests = chain_digests(start, tokens, len(blocks), self._size)
+        hashes = self._external(digests)
+        before = [None if parent is None else self._external([parent])[0], *hashes]
         data, step = tokens.tobytes(), self._size * TOKEN_BYTES
-        for i, (block, digest) in enumerate(zip(blocks, digests, strict=True)):
-            self._announced[block] = _Announced(digest, parent, data[i * step : (i + 1) * step], namespace)
-            parent = digest
-        return digests
+        pieces = [data[i : i + step] for i in range(0, len(blocks) * step, step)]
+        self._announced.update(
+            zip(blocks, zip(hashes, before, pieces, repeat(namespace), strict=False), strict=True)
+        )
+        return digests[-1]
 
     def _learn(self, nodes: list[NodeInfo]) -> None:
         """All that is cached, from the tree itself."""
@@ -229,11 +230,11 @@ class TreeEvents(TreeListener):
         last: list[bytes | None] = []  # address of the last block of each node
         for node in nodes:
             num = len(node.tokens) // self._size
-            parent = None if node.parent < 0 else last[node.parent]
-            digests = self._announce(
-                node.namespace, node.tokens[: num * self._size], node.blocks[:num].tolist(), parent
-            )
-            last.append(digests[-1] if digests else parent)
+            digest = None if node.parent < 0 else last[node.parent]
+            if num:
+                blocks = node.blocks[:num].tolist()
+                digest = self._announce(node.namespace, node.tokens[: num * self._size], blocks, digest)
+            last.append(digest)
 
     def _everything(self) -> Iterator[KVCacheEvent]:
         """Say that all is gone, then announce all: readers who missed something agree again."""
@@ -241,7 +242,7 @@ class TreeEvents(TreeListener):
         run: list[_Announced] = []
         for block in self._announced.values():
             # An address stands for the namespace, too; only first blocks have none before them.
-            if run and (block.parent != run[-1].digest or len(run) == _BATCH_BLOCKS):
+            if run and (block[1] != run[-1][0] or len(run) == _BATCH_BLOCKS):
                 yield from self._run_of(run)
                 run = []
             run.append(block)
@@ -249,22 +250,21 @@ class TreeEvents(TreeListener):
             yield from self._run_of(run)
 
     def _run_of(self, run: list[_Announced]) -> Iterator[KVCacheEvent]:
-        tokens = np.frombuffer(b"".join([block.tokens for block in run]), np.int64)
-        return self._runs([block.digest for block in run], run[0].parent, tokens, run[0].namespace)
+        tokens = np.frombuffer(b"".join([block[2] for block in run]), np.int64)
+        return self._runs([block[0] for block in run], run[0][1], tokens, run[0][3])
 
     def _runs(
-        self, digests: list[bytes], parent: bytes | None, tokens: TokenArray, namespace: bytes
+        self, hashes: list[Hash], parent: Hash | None, tokens: TokenArray, namespace: bytes
     ) -> Iterator[KVCacheEvent]:
         label = self._labels.get(namespace)
         if label is None:
             label = self._labels[namespace] = self._label_of(_as_given(namespace))
         most = max(1, min(_BATCH_BLOCKS, _BATCH_TOKENS // self._size))
-        for start in range(0, len(digests), most):
-            part = digests[start : start + most]
-            before = digests[start - 1] if start else parent
+        for start in range(0, len(hashes), most):
+            part = hashes[start : start + most]
             stored = BlockStored(
-                [self._external(digest) for digest in part],
-                None if before is None else self._external(before),
+                part,
+                parent,
                 tokens[start * self._size : (start + len(part)) * self._size].tolist(),
                 self._size,
                 None,
@@ -272,9 +272,10 @@ class TreeEvents(TreeListener):
                 label.lora_name,
             )
             if label.salt is not None or label.lora_name is not None:
-                stored.extra_keys = _extra_keys(label, len(part), before is None)
+                stored.extra_keys = _extra_keys(label, len(part), parent is None)
                 stored.cache_salt = label.salt
             yield stored
+            parent = part[-1]
 
     # -- addresses of parents ----------------------------------------------------------------------------------
 

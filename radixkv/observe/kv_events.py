@@ -13,7 +13,7 @@ from radixkv.observe.kv_messages import (
     BlockStored,
     Dialect,
     KVCacheEvent,
-    external_hash,
+    external_hashes,
     pick_dialect,
 )
 from radixkv.observe.kv_publisher import EventSource, KVEventPublisher
@@ -28,6 +28,6 @@ __all__ = [
     "EventSource",
     "KVCacheEvent",
     "KVEventPublisher",
-    "external_hash",
+    "external_hashes",
     "pick_dialect",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 try:
     import msgspec
 except ImportError as error:
@@ -18,7 +20,7 @@ __all__ = [
     "BlockStored",
     "Dialect",
     "KVCacheEvent",
-    "external_hash",
+    "external_hashes",
     "pick_dialect",
 ]
 
@@ -81,7 +83,7 @@ class Dialect:
         name: What it is asked for by.
         positional: Events are arrays, `["BlockStored", hashes, parent, ...]`, instead of maps.
         replay_topic: Answers to replay requests start with the topic, as live messages do.
-        hashes: Usual form of block hashes, see `external_hash`.
+        hashes: Usual form of block hashes, see `external_hashes`.
     """
 
     name: str
@@ -102,29 +104,24 @@ DIALECTS = {
     )
 }
 
-_LOW_64 = (1 << 64) - 1
+Hashes = Callable[[Sequence[bytes]], list[Hash]]
 
 
-def _unsigned(digest: bytes) -> Hash:
-    return int.from_bytes(digest, "big") & _LOW_64
+def _last_eight(dtype: str) -> Hashes:
+    def convert(digests: Sequence[bytes]) -> list[Hash]:
+        return np.frombuffer(b"".join(digests), dtype)[1::2].tolist()
+
+    return convert
 
 
-def _signed(digest: bytes) -> Hash:
-    return int.from_bytes(digest[-8:], "big", signed=True)
+_HASHES: dict[str, Hashes] = {"uint64": _last_eight(">u8"), "int64": _last_eight(">i8"), "bytes": list}
 
 
-def _whole(digest: bytes) -> Hash:
-    return digest
-
-
-_HASHES: dict[str, Callable[[bytes], Hash]] = {"uint64": _unsigned, "int64": _signed, "bytes": _whole}
-
-
-def external_hash(form: str) -> Callable[[bytes], Hash]:
-    """How a content address is written into events.
+def external_hashes(form: str) -> Hashes:
+    """How content addresses of 16 bytes are written into events.
 
     Args:
-        form: `"uint64"` or `"int64"`: its last 64 bits as a number, big-endian; `"bytes"`: all of it.
+        form: `"uint64"` or `"int64"`: their last 64 bits as a number, big-endian; `"bytes"`: all of them.
 
     Raises:
         ValueError: Another form was asked for.

@@ -271,6 +271,17 @@ def test_a_cache_far_ahead_of_its_reader_starts_anew():
     assert reader.num_lost == 1
 
 
+def test_what_was_cleared_takes_no_room():
+    tree = RadixTree(BlockPool(100), 2)
+    reader = Reader(tree, max_pending_tokens=50)
+    reader.fetch()
+    for _ in range(20):
+        store(tree, range(10))
+        tree.clear_all()
+    reader.fetch()
+    assert reader.num_lost == 0
+
+
 def test_a_batch_that_did_not_get_out_is_made_good():
     tree = RadixTree(BlockPool(100), 2)
     reader = Reader(tree)
@@ -294,6 +305,7 @@ def test_large_batches_are_cut():
     for batch in [*batches, *events.collect(newcomers=True)]:
         assert sum(len(getattr(event, "token_ids", ())) for event in batch) <= 1 << 16
         mirror.apply(decode(encode_batch(batch, 0.0, 0, DIALECTS["vllm"]))[1])
+        assert mirror.children[None] == 1
     assert len(mirror.blocks) == 12_500
 
 

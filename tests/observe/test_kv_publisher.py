@@ -19,7 +19,7 @@ from radixkv.observe.kv_events import (
     BlockRemoved,
     BlockStored,
     KVEventPublisher,
-    external_hash,
+    external_hashes,
 )
 from radixkv.observe.kv_publisher import _senders
 
@@ -516,12 +516,13 @@ def test_ipv6(sockets):
 
 
 def test_hashes():
-    digest = bytes(range(0xF0, 0x100))
-    assert external_hash("bytes")(digest) == digest
-    assert external_hash("uint64")(digest) == 0xF8F9FAFBFCFDFEFF
-    assert external_hash("int64")(digest) == 0xF8F9FAFBFCFDFEFF - 2**64
+    digests = [bytes(range(0xF0, 0x100)), bytes(range(16))]
+    assert external_hashes("bytes")(digests) == digests
+    assert external_hashes("uint64")(digests) == [0xF8F9FAFBFCFDFEFF, 0x08090A0B0C0D0E0F]
+    assert external_hashes("int64")(digests) == [0xF8F9FAFBFCFDFEFF - 2**64, 0x08090A0B0C0D0E0F]
+    assert external_hashes("int64")([]) == []
     with pytest.raises(ValueError, match="hashes='md5' is unknown"):
-        external_hash("md5")
+        external_hashes("md5")
 
 
 def test_nothing_of_these_tests_is_left():

@@ -57,7 +57,7 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
         size = result.kv_size.bytes_per_token * trace["block_size"] / 2**30
         above = panel.secondary_xaxis("top", functions=(lambda x: x * size, lambda x: x / size))
         above.set_xlabel(f"GiB of KV ({result.kv_size.name}, {result.kv_size.dtype})")
-        above.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+        above.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     name = trace["name"].replace("\\", "/").rsplit("/", 1)[-1].replace("$", r"\$")
     panel.set_title(
         f"{name}: {trace['requests']:,} requests, {trace['prompt_tokens']:,} tokens", loc="left", fontsize=11

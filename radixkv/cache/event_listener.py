@@ -46,7 +46,7 @@ class Label(NamedTuple):
     salt: str | None = None
 
 
-# A block that readers know of: its hash, its parent's, its tokens as bytes, its namespace. Plain, as that is made fastest.
+# A block that readers know of: its hash, its parent's, its tokens as bytes, its namespace. Tuples are made fastest.
 _Announced = tuple[Hash, Hash | None, bytes, bytes]
 
 

@@ -96,6 +96,8 @@ class BlockStates:
 
     def remember(self, ids: BlockIds, runs: list[Run]) -> None:
         """Note the runs of these ids, all of them: who inserts a table often releases it next."""
+        if len(runs) > MOST_RUNS:
+            return
         self._known_bytes = ids.tobytes()
         self._known_runs = runs
 

@@ -84,3 +84,19 @@ def test_a_long_list_is_read_whole(place, wrong):
     items[place] = wrong
     with pytest.raises(InvalidRequestError):
         as_tokens(items)
+
+
+def test_many_runs_are_not_remembered():
+    """Each insert that continues a match adds a run; with many, one array of ids is faster."""
+    pool = BlockPool(64)
+    tree = RadixTree(pool, 2)
+    tokens = np.arange(60)
+    spacers = []
+    for end in range(2, 61, 2):
+        match = tree.match(tokens[:end])
+        table = np.concatenate((match.take(), pool.allocate(1)))
+        pool.release(tree.insert(tokens[:end], table).blocks)
+        spacers.append(pool.allocate(1))
+    assert len(pool._states._known_runs) <= 8
+    tree.match(tokens).release()
+    tree.check()

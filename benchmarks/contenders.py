@@ -48,15 +48,16 @@ class Contender:
 class RadixKV(Contender):
     name = "radixkv"
     package = "radixkv"
-    calls = "RadixTree.match(partial=False), allocate, insert; BlockPool.release"
+    calls = "as_tokens; RadixTree(policy='lru').match(partial=False), allocate, insert; BlockPool.release"
     evicts_by_block = True
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        from radixkv.core import BlockPool, RadixTree
+        from radixkv.core import BlockPool, RadixTree, as_tokens
 
         super().__init__(num_blocks, block_size)
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, block_size)
+        self.tree = RadixTree(self.pool, block_size, policy="lru")
+        self.as_tokens = as_tokens
 
     @staticmethod
     def native(tokens: np.ndarray) -> Tokens:
@@ -64,9 +65,7 @@ class RadixKV(Contender):
 
     def run(self, tokens: Tokens) -> int:
         if isinstance(tokens, list):
-            tokens = np.array(
-                tokens, np.int64
-            )  # once, where the tree would do it for the match and for the insert
+            tokens = self.as_tokens(tokens)  # once, for the match and the insert
         num_whole = len(tokens) // self.block_size
         match = self.tree.match(tokens, max_tokens=len(tokens) - 1, partial=False)
         own = self.tree.allocate(num_whole - len(match.blocks))

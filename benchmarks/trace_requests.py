@@ -101,7 +101,7 @@ def replay(
 ) -> Result:
     """Run requests, given as tokens, through a tree. Only whole blocks are inserted: only those count here."""
     pool = BlockPool(num_blocks)
-    tree = RadixTree(pool, block_size)
+    tree = RadixTree(pool, block_size, policy="lru")
     result = Result(parts_us={name: [] for name in ("match", "allocate", "insert", "release")})
     clock = time.thread_time_ns
     gc.collect()

@@ -108,19 +108,20 @@ class CostAware(AgedLFU):
 
 
 class SLRU(PolicyModel):
-    def __init__(self, *args):
+    def __init__(self, *args, min_hits=2, share=0.8):
         super().__init__(*args)
         self.protected, self.time = set(), {}
+        self.min_hits, self.most = min_hits, int(share * self.capacity)
 
     def after_hits(self, blocks):
         for block in blocks:
             self.time[block] = self.now
-            if self.hits[block] >= 2:
+            if self.hits[block] >= self.min_hits:
                 self.protected.add(block)
-        while len(self.protected) > int(0.8 * self.capacity):
+        while len(self.protected) > self.most:
             back = min(self.protected, key=lambda b: (self.last[b], -len(b)))
             self.protected.remove(back)
-            self.hits[back] = 1
+            self.hits[back] = self.min_hits - 1
             self.time[back] = self.now
 
     def after_insert(self, block):

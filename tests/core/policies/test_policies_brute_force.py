@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.core import BlockPool, RadixTree, Retention
-from radixkv.core.policies import RetentionPolicy
-from tests.core.policies.policy_models import MODELS, Priority
+from radixkv.core.policies import RetentionPolicy, SLRUPolicy
+from tests.core.policies.policy_models import MODELS, SLRU, Priority
 
 # Requests that share prefixes: paths in a small tree of tokens, some of them popular.
 tokens = st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=1, max_size=8).map(tuple)
@@ -63,6 +63,25 @@ def test_the_same_blocks_are_cached_after_every_request(policy, requests, block_
         tree.check()
         if hasattr(tree._policy, "check_all"):
             tree._policy.check_all()
+
+
+@given(
+    requests=requests,
+    room=st.integers(0, 12),
+    min_hits=st.integers(1, 3),
+    share=st.sampled_from([0.0, 0.2, 0.4, 0.8, 1.0]),
+)
+def test_no_more_than_a_share_is_protected(requests, room, min_hits, share):
+    capacity = max(map(len, requests)) + room
+    policy = SLRUPolicy(capacity, min_hits=min_hits, protected_share=share)
+    tree, model = RadixTree(BlockPool(capacity), 1, policy), SLRU(capacity, 1, min_hits=min_hits, share=share)
+    for request in requests:
+        hits = serve(tree, request)
+        now_cached = prefixes(tree)
+        assert model.request(request, now_cached.__contains__) == hits
+        assert model.cached == now_cached
+        policy.check_all()
+        tree.check()
 
 
 retentions = st.one_of(

@@ -225,6 +225,30 @@ def test_an_insert_alone_can_retain_all_of_its_path():
 # -- single policies ---------------------------------------------------------------------------------------------
 
 
+def test_what_is_sent_back_on_probation_needs_one_more_hit():
+    policy = SLRUPolicy(10, min_hits=2, protected_share=0.4)
+    tree = RadixTree(BlockPool(10), 1, policy)
+
+    def hit(tokens):
+        match = tree.match(tokens)
+        protected = policy.rank[match.blocks].tolist()
+        match.release()
+        policy.check_all()
+        tree.check()
+        return protected
+
+    for tokens in ([1, 2, 3], [4, 5, 6]):
+        store(tree, tokens)
+        assert hit(tokens) == [0, 0, 0]
+    assert hit([1, 2, 3]) == [1, 1, 1]
+    assert hit([4, 5, 6]) == [1, 1, 1]  # 4 of 10 at most: the end of the other goes back
+    assert hit([1]) == [1]
+    assert [policy.rank[block] for block in tree.match([1, 2, 3], again=True).take()] == [1, 0, 0]
+    assert hit([1, 2, 3]) == [1, 1, 1]  # one hit is enough this time, and now it is the others' turn
+    assert policy._num_protected == 4
+    assert hit([4]) == [1]
+
+
 def test_a_deep_block_is_worth_more_to_cost_aware():
     tree = RadixTree(BlockPool(64), 4, CostAwarePolicy(64, attention_equals_at=16))
     store(tree, list(range(32)))

@@ -120,6 +120,17 @@ def cpu(path: str, policies: list[str], rounds: int) -> list[dict[str, Any]]:
     return rows + time_requests(prompts, 16, int(distinct * 0.4) // 16, policies, rounds)
 
 
+def to_json(report: dict[str, Any]) -> str:
+    """One row a line."""
+    parts = []
+    for name, value in report.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        parts.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def show(title: str, head: list[str], rows: list[list[str]]) -> None:
     """A Markdown table."""
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
@@ -199,7 +210,7 @@ def main() -> int:
         ],
     )
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(to_json(report))
     return 0
 
 

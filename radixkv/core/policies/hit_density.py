@@ -91,10 +91,13 @@ class HitDensityPolicy(EvictionPolicy):
 
     Costs: a request is a constant number of numpy calls over its blocks, and 28 rows of counts; an eviction looks at
     those of 28 * 40 cells of age and class that hold any leaves, and each cut is logarithmic in the number of leaves.
-    Nothing grows with the tree. Every 32 requests, 1,120 numbers are estimated anew (0.3 ms).
+    Nothing grows with the tree. Of requests that have more than 128 blocks on average, one block in 2, 4, 8... is
+    counted, and remembered as a ghost: it stands for those before it. Every 32 requests 1,120 numbers are
+    estimated anew (0.3 ms).
 
-    Memory: 17 bytes for each block, 8 ghosts for each (at least 65,536) of 18 bytes, and 10 MB: 161 bytes a block. A
-    block of 16 tokens of a model of 8 billion parameters takes 2 MiB.
+    Memory: 18 bytes for each block, 8 ghosts for each (at least 65,536 in all; fewer where a sample is counted) of 33
+    to 49 bytes, and 9 MB. So up to 410 bytes a block, and about 70 at 16 tokens and prompts of ten thousand; the KV
+    of such a block takes 2 MiB in a model of 8 billion parameters.
 
     Source: Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018, ranks
     objects by hits over time spent, by age and class, learned online. The best time to stop: Gittins, "Bandit processes

@@ -21,7 +21,7 @@ from radixkv.observe.kv_events import (
     KVEventPublisher,
     external_hashes,
 )
-from radixkv.observe.kv_publisher import _senders
+from radixkv.observe.kv_sender import senders
 
 ANY = "tcp://127.0.0.1:*"
 END = b"\xff" * 8
@@ -527,4 +527,4 @@ def test_hashes():
 
 def test_nothing_of_these_tests_is_left():
     gc.collect()
-    assert [sender for sender in _senders if sender.thread.is_alive()] == []
+    assert [sender for sender in senders if sender.thread.is_alive()] == []

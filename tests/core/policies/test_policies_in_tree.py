@@ -208,6 +208,21 @@ def test_a_retention_outlasts_others_until_it_expires():
     tree.check()
 
 
+def test_of_equal_priorities_the_one_that_lasts_longest_counts():
+    time = [0.0]
+    tree = RadixTree(BlockPool(16), 1, RetentionPolicy(16, clock=lambda: time[0]))
+    for token, ttls in ((1, (5, 20)), (2, (20, 5)), (3, (5, 5)), (4, (5, None)), (5, (None, 5))):
+        store(tree, [token], retention=Retention(1, ttls[0]))
+        tree.match([token], retention=Retention(1, ttls[1])).release()
+    store(tree, [6], retention=Retention(2, ttl=5))
+    tree.match([6], retention=Retention(1, ttl=50)).release()  # lower, so it does not count, now or later
+    time[0] = 10
+    store(tree, [7])
+    tree.evict(3)
+    assert [n for n in range(1, 8) if tree.match_length([n])] == [1, 2, 4, 5]
+    tree.check()
+
+
 def test_an_insert_alone_can_retain_all_of_its_path():
     tree = RadixTree(BlockPool(16), 2, "priority")
     store(tree, [1, 1])
@@ -247,6 +262,20 @@ def test_what_is_sent_back_on_probation_needs_one_more_hit():
     assert hit([1, 2, 3]) == [1, 1, 1]  # one hit is enough this time, and now it is the others' turn
     assert policy._num_protected == 4
     assert hit([4]) == [1]
+
+
+def test_what_is_sent_back_counts_as_just_used():
+    policy = SLRUPolicy(8, min_hits=1, protected_share=0.25)
+    tree = RadixTree(BlockPool(8), 1, policy)
+    for tokens in ([1], [2], [3], [4], [5]):
+        store(tree, tokens)
+    for tokens in ([1], [2], [3]):  # two may be protected: 1 is sent back, behind 4 and 5, which came later
+        tree.match(tokens).release()
+    gone = []
+    for _ in range(5):
+        tree.evict(1)
+        gone += [n for n in range(1, 6) if n not in gone and not tree.match_length([n])]
+    assert gone == [4, 5, 1, 2, 3]
 
 
 def test_a_deep_block_is_worth_more_to_cost_aware():

@@ -21,12 +21,19 @@ Tokens = Any  # an int64 array, a list of int, or an array("q")
 
 
 class Contender:
-    """One cache. `evicts_by_block`: its hits must equal those of a block-granular LRU."""
+    """One cache.
+
+    Attributes:
+        calls: What `run` calls.
+        evicts_by_block: Its hits must equal those of a block-granular LRU.
+        native: The form of tokens that it works on.
+    """
 
     name = ""
     package = ""
     calls = ""
     evicts_by_block = False
+    native: type = list
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -34,11 +41,6 @@ class Contender:
     @classmethod
     def version(cls) -> str:
         return importlib.metadata.version(cls.package)
-
-    @staticmethod
-    def native(tokens: np.ndarray) -> Tokens:
-        """The form that it works on."""
-        return tokens.tolist()
 
     def run(self, tokens: Tokens) -> int:
         """One request; tokens it hit."""
@@ -50,6 +52,7 @@ class RadixKV(Contender):
     package = "radixkv"
     calls = "as_tokens; RadixTree(policy='lru').match(partial=False), allocate, insert; BlockPool.release"
     evicts_by_block = True
+    native = np.ndarray
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         from radixkv.core import BlockPool, RadixTree, as_tokens
@@ -58,10 +61,6 @@ class RadixKV(Contender):
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size, policy="lru")
         self.as_tokens = as_tokens
-
-    @staticmethod
-    def native(tokens: np.ndarray) -> Tokens:
-        return tokens
 
     def run(self, tokens: Tokens) -> int:
         if isinstance(tokens, list):
@@ -186,6 +185,7 @@ class SGLang(Contender):
         "RadixCache.match_prefix, path_device_indices, lock, evict, insert, unlock; "
         "PagedTokenToKVPoolAllocator.alloc, free_segment"
     )
+    native = array
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         _let_torchvision_load()
@@ -215,10 +215,6 @@ class SGLang(Contender):
                 page_size=self.block_size,
             )
         )
-
-    @staticmethod
-    def native(tokens: np.ndarray) -> Tokens:
-        return array("q", tokens.tobytes())
 
     def run(self, tokens: Tokens) -> int:
         cache, allocator = self.cache, self.allocator

@@ -64,21 +64,27 @@ def lists(requests: list[Request], arrays: list[np.ndarray]) -> list[list[int]]:
 def work(contender: type[Contender], requests: list[Request], args: argparse.Namespace) -> dict[str, Any]:
     """All cases of one contender, in this process."""
     arrays = list(stream(requests))
-    prompts = {"arrays": arrays}
-    if "lists" in args.inputs:
+    prompts: dict[str, list[Any]] = {"arrays": arrays}
+    if "lists" in args.inputs or contender.native is list:
         prompts["lists"] = lists(requests, arrays)
-    if "native" in args.inputs:
-        prompts["native"] = [contender.native(tokens) for tokens in arrays]
+    same = {np.ndarray: "arrays", list: "lists"}.get(contender.native)
+    if same is None and "native" in args.inputs:
+        prompts["native"] = [contender.native("q", tokens.tobytes()) for tokens in arrays]
     distinct = count_distinct_tokens(requests)
     cases = []
     for share in args.pools:
         for kind in args.inputs:
+            if kind == "native" and same in args.inputs:
+                cases.append(
+                    {**next(c for c in cases if (c["pool"], c["input"]) == (share, same)), "input": kind}
+                )
+                continue
             cache = contender(int(distinct * (share or 1.1)) // args.block_size, args.block_size)
             gc.collect()
             gc.freeze()
             times, hit = [], 0
             clock = time.process_time_ns
-            for tokens in prompts[kind]:
+            for tokens in prompts[kind if kind != "native" else same or kind]:
                 start = clock()
                 hit += cache.run(tokens)
                 times.append((clock() - start) / 1e3)

@@ -125,6 +125,21 @@ class FlashInferBackend:
         """How often `plan` had to wait for the device, since the backend was made."""
         return self._transfers.num_waits
 
+    @property
+    def transfers(self) -> Transfers:
+        """How tables reach the device."""
+        return self._transfers
+
+    @property
+    def wrappers(self) -> Wrappers:
+        """FlashInfer's objects."""
+        return self._wrappers
+
+    @property
+    def costs(self) -> FlashInferCosts:
+        """The cost rule."""
+        return self._costs
+
     def cut_of(self, spec: AttentionSpec) -> StepCut:
         """How the planned step is cut into launches for layers of a kind; for tests and benchmarks."""
         return self._cuts[spec]
@@ -269,14 +284,18 @@ class FlashInferBackend:
                 one.run(query[one.start : one.stop], cache, out=part, lse=part_lse, return_lse=True)
                 self._merge(out[one.start : one.stop], lse[one.start : one.stop], part, part_lse, one.mask)
             if sinks is not None:
-                # The kernels' log-sum-exp has base 2.
-                share = torch.sigmoid(lse * _LN2 - sinks.to(torch.float32))
-                out.mul_(share.unsqueeze(-1))
+                self.give_to_sinks(out, lse, sinks)
         if step.inverse is not None:
             return torch.index_select(
                 out, 0, step.inverse, out=self._buffer("ordered", rows, heads, dim, dtype)
             )
         return out
+
+    @staticmethod
+    def give_to_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        """Take from `out`, in place, what the sinks get; `lse` is the kernels', of base 2."""
+        share = torch.sigmoid(lse * _LN2 - sinks.to(torch.float32))
+        return out.mul_(share.unsqueeze(-1))
 
     def _merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, mask: Tensor | None) -> None:
         """Merge a shared part into the rows that it is a part of."""

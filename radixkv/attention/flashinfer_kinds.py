@@ -18,6 +18,7 @@ __all__ = [
     "KernelModule",
     "Limits",
     "can_merge",
+    "graph_workspace_need",
     "kernel_modules",
     "module_of",
     "query_tile",
@@ -100,6 +101,25 @@ def workspace_need(spec: AttentionSpec, num_sms: int) -> int:
     """
     blocks = 2 * num_sms // spec.num_kv_heads
     tile = query_tile(1 << 20, spec.value_dim)
+    return spec.num_heads * blocks * tile * (spec.value_dim + 1) * 4
+
+
+def graph_workspace_need(spec: AttentionSpec, rows: int, num_sms: int) -> int:
+    """Bytes that a decode of so many rows takes in a CUDA graph, where the launch is padded to the most it may be.
+
+    Args:
+        spec: The kind.
+        rows: Of the graph.
+        num_sms: Multiprocessors of the device.
+
+    Source: `PrefillPlan` and `DecodePlan` in `scheduler.cuh`.
+    """
+    blocks = max(1, 2 * num_sms // spec.num_kv_heads)
+    if not uses_tensor_cores(spec):
+        blocks = max(rows, 8 * blocks)  # that kernel may have more blocks of threads on a multiprocessor
+        return spec.num_heads * blocks * (spec.value_dim + 1) * 4
+    tile = query_tile(spec.group, spec.value_dim)
+    blocks = max(blocks, -(-rows * spec.group // tile) + rows - 1)
     return spec.num_heads * blocks * tile * (spec.value_dim + 1) * 4
 
 

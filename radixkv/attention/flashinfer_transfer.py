@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,22 @@ class Transfers:
         buffer.sent = self.mark()
         return sent
 
+    def empty(self, size: int) -> Tensor:
+        """int32 `[size]` on the device, zeros, for `send_into`."""
+        with torch.inference_mode(False):
+            return torch.zeros(size, dtype=torch.int32, device=self.device)
+
+    def send_into(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Put parts of what was written to `host` where they are wanted.
+
+        Args:
+            parts: Where each begins in `host`, and its place, int32 in memory of `empty`.
+        """
+        buffer = self._buffers[self._turn]
+        for start, target in parts:
+            self._copy_into(target, buffer.tensor[start : start + len(target)])
+        buffer.sent = self.mark()
+
     def mark(self) -> Any:
         """An event after all that was given to the device so far; None where there is nothing to wait for."""
         if self.device.type != "cuda":
@@ -80,6 +97,9 @@ class Transfers:
 
     def _page_locked(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def _copy_into(self, target: Tensor, host: Tensor) -> None:
+        target.copy_(host, non_blocking=True)
 
     def _copy(self, host: Tensor) -> Tensor:
         if self.device.type == "cuda":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.attention.flashinfer_kinds import uses_tensor_cores, workspace_need
+from radixkv.attention.flashinfer_kinds import graph_workspace_need, uses_tensor_cores, workspace_need
 from radixkv.attention.flashinfer_plan import Launch
 from radixkv.attention.flashinfer_sending import PlannedLaunch
 from radixkv.attention.flashinfer_transfer import Transfers
@@ -16,10 +17,10 @@ from radixkv.attention.interface import AttentionSpec
 from radixkv.core.errors import InvalidRequestError
 from radixkv.store.sizing import format_bytes
 
-__all__ = ["Wrappers", "out_of_memory"]
+__all__ = ["PlannedWrapper", "Wrappers", "out_of_memory"]
 
 
-class _Wrapper:
+class PlannedWrapper:
     """One wrapper, which must not be planned again before the device has read its last plan."""
 
     def __init__(self, wrapper: Any, transfers: Transfers) -> None:
@@ -50,7 +51,7 @@ class Wrappers:
 
     def __init__(self, module: Any, device: torch.device, transfers: Transfers, workspace_bytes: int) -> None:
         self._module, self._device, self._transfers = module, device, transfers
-        self._wrappers: dict[tuple[AttentionSpec, torch.dtype, str], _Wrapper] = {}
+        self._wrappers: dict[tuple[AttentionSpec, torch.dtype, str], PlannedWrapper] = {}
         self._num_sms = 132
         if device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -111,22 +112,53 @@ class Wrappers:
             )
         planned.run = wrapper.wrapper.run
 
-    def _make(self, launch: Launch, spec: AttentionSpec) -> _Wrapper:
-        need = workspace_need(spec, self._num_sms)
+    def for_graph(
+        self, spec: AttentionSpec, indptr: Tensor, indices: Tensor, last_page_len: Tensor
+    ) -> PlannedWrapper:
+        """A decode wrapper whose `run` can be part of a CUDA graph.
+
+        Args:
+            spec: The kind of layers.
+            indptr: int32 `[B + 1]` on the device, as the others: where the kernels look, for good.
+            indices: int32, as many as there may ever be.
+            last_page_len: int32 `[B]`.
+        """
+        self._provide(graph_workspace_need(spec, len(last_page_len), self._num_sms))
+        return self._wrapped(
+            lambda: self._module.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=uses_tensor_cores(spec),
+                paged_kv_indptr_buffer=indptr,
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_page_len,
+                backend="fa2",
+            )
+        )
+
+    def _make(self, launch: Launch, spec: AttentionSpec) -> PlannedWrapper:
+        self._provide(workspace_need(spec, self._num_sms))
+        if launch.decode:
+            return self._wrapped(
+                lambda: self._module.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, "NHD", use_tensor_cores=uses_tensor_cores(spec), backend="fa2"
+                )
+            )
+        return self._wrapped(
+            lambda: self._module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+        )
+
+    def _provide(self, need: int) -> None:
         if need > self.workspace_bytes:
             # Wrappers made before keep the smaller one, which was enough for them.
             self._workspace = self._new_workspace(need)
+
+    def _wrapped(self, make: Callable[[], Any]) -> PlannedWrapper:
         try:
             # Its buffers are written inside and outside of inference mode.
             with torch.inference_mode(False):
-                if launch.decode:
-                    wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
-                        self._workspace, "NHD", use_tensor_cores=uses_tensor_cores(spec), backend="fa2"
-                    )
-                else:
-                    wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
-                        self._workspace, "NHD", backend="fa2"
-                    )
+                wrapper = make()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -134,7 +166,7 @@ class Wrappers:
                 f"{self._device} has no memory left for FlashInfer's buffers (16 MiB for each kind of layers): make "
                 "the pool smaller"
             ) from error
-        return _Wrapper(wrapper, self._transfers)
+        return PlannedWrapper(wrapper, self._transfers)
 
     def _new_workspace(self, size: int) -> Tensor:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -28,7 +29,7 @@ from radixkv.engine.inputs import as_prompts, longest_sequence, one_sampling, pr
 from radixkv.engine.output_stream import OutputStream
 from radixkv.engine.progress import Progress
 from radixkv.engine.records import Record, Stream
-from radixkv.engine.runner import ModelRunner
+from radixkv.engine.runner import GraphLimits, ModelRunner
 from radixkv.engine.sampler import Sampler
 from radixkv.engine.sampling_params import SamplingParams
 from radixkv.engine.stats import EngineStats
@@ -70,6 +71,8 @@ class Engine:
         watermark: Share of the pool that is kept free when a request is admitted beside others.
         swap_cost: For `preemption="auto"`: time to move the KV of a token to host memory, as a multiple of the time to
             compute it. None takes a value measured on CPUs, or one estimated for GPUs, which nobody has measured yet.
+        cuda_graphs: Whether decode steps may run as CUDA graphs, where FlashInfer computes the attention of all layers.
+            The environment variable `RADIXKV_NO_GRAPHS=1` says no for all engines.
 
     Raises:
         InvalidRequestError: An option makes no sense, or the cache belongs to another model.
@@ -101,6 +104,7 @@ class Engine:
         max_overtakes: int = 256,
         watermark: float = 0.01,
         swap_cost: float | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         sizes = {
             "block_size": block_size,
@@ -154,6 +158,9 @@ class Engine:
         limited = self._longest < longest_sequence(self._model, None)
         self._or_raise_the_limit = ", or raise max_seq_len" if limited else ""
         self._wanted_attention = attention
+        self._graph_limits: GraphLimits | None = None
+        if cuda_graphs and os.environ.get("RADIXKV_NO_GRAPHS", "") in ("", "0"):
+            self._graph_limits = GraphLimits(max_num_seqs, self._longest)
         self._tier = HostTier(cache.store, host_memory) if host_memory else None
         self._scheduler = Scheduler(cache.tree, config, None if self._tier is None else self._tier.pool)
         self._sampler = Sampler(self._model, tokenizer)
@@ -189,6 +196,18 @@ class Engine:
     def fallback_reason(self) -> str | None:
         """Why sequences are forwarded one by one instead of as one flat batch; None if they are not."""
         return self._runner.fallback_reason
+
+    @property
+    def no_graphs_reason(self) -> str | None:
+        """Why decode steps are run without CUDA graphs, or batches of new sizes are; None if nothing speaks against."""
+        graphs = self._runner.graphs
+        return self._runner.no_graphs_reason if graphs is None else graphs.reason
+
+    @property
+    def num_graph_steps(self) -> int:
+        """Decode steps that were run as CUDA graphs, since the model was last looked at."""
+        graphs = self._runner.graphs
+        return 0 if graphs is None else graphs.num_replays
 
     @property
     def has_unfinished(self) -> bool:
@@ -495,7 +514,9 @@ class Engine:
     def _read_model(self) -> None:
         """Find out how to run the model: how it computes attention is asked once, and again if that is changed."""
         self._attention = self._plug.attention()
-        self._runner = ModelRunner(self._given_model, self._cache.store, self._wanted_attention)
+        self._runner = ModelRunner(
+            self._given_model, self._cache.store, self._wanted_attention, self._graph_limits
+        )
         self._executor = Executor(self._cache.store, self._tier, self._runner, self._sampler)
 
     def _rest(self) -> None:
@@ -617,6 +638,8 @@ class Engine:
     def _carry_out(self, step: Step, held: InterruptsHeld) -> None:
         began = time.perf_counter()
         streams = self._desk.streams
+        (_, _, patches), _ = self._circumstances
+        self._runner.under(self._circumstances, patched=patches != 0)
         try:
             drawn = self._executor.run(step, streams, held.insisting())
         except BaseException:

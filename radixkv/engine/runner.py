@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,21 +12,40 @@ import torch
 from torch import Tensor
 
 from radixkv.attention import AttentionBackend, AttentionBatch, AttentionSpec, make_backend
+from radixkv.attention.flashinfer_backend import FlashInferBackend
+from radixkv.attention.flashinfer_graphs import GraphAttention, graph_device
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.engine.gathered import gathered_cache
+from radixkv.engine.graphs import DecodeGraphs
 from radixkv.engine.runner_probe import RunnerProbe
 from radixkv.hf.attention_survey import LayerKind
 from radixkv.hf.compat import ForwardCall, text_config
 from radixkv.hf.own_forward import own_forward
-from radixkv.hf.paged import PagedForward, PoolWriter
+from radixkv.hf.paged import PagedForward, PoolWriter, SlotWriter
+from radixkv.hf.plug import HFPlug
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.routing import Routing, attention_configs
-from radixkv.hf.support import base_of, unwrap_model
+from radixkv.hf.support import base_of, tolerance, unwrap_model
 from radixkv.sched.step import Step
 from radixkv.store.copy_stream import to_device
 from radixkv.store.kv_store import KVStore
 
-__all__ = ["ModelRunner"]
+__all__ = ["GraphLimits", "ModelRunner"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """How large the decode steps of an engine can be.
+
+    Attributes:
+        max_rows: Sequences in a step.
+        max_len: Tokens of a sequence.
+    """
+
+    max_rows: int
+    max_len: int
 
 
 class ModelRunner:
@@ -41,18 +62,27 @@ class ModelRunner:
         model: A causal LM of transformers, or a PEFT wrapper around one.
         store: The pool, made for this model.
         backend: An attention backend, or the name of one.
+        graphs: For what decode steps graphs may be recorded; None: for none.
 
     Attributes:
         fallback_reason: Why the model runs one sequence at a time; None if it does not.
         rope: Up to which length keys stay right. Nothing here refuses longer sequences.
         vocab_size: Logits of each token; may exceed the number of token ids.
+        graphs: Runs decode steps as CUDA graphs; None if nothing here can.
+        no_graphs_reason: Why nothing can; None if something does.
 
     Raises:
         InvalidRequestError: No transformers model, or it does not fit the store.
         UnsupportedModelError: Not even one sequence at a time gives the logits of a plain forward.
     """
 
-    def __init__(self, model: Any, store: KVStore, backend: AttentionBackend | str = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        store: KVStore,
+        backend: AttentionBackend | str = "auto",
+        graphs: GraphLimits | None = None,
+    ) -> None:
         self.model = unwrap_model(model)
         _refuse_prompt_learning(model)
         self.store = store
@@ -74,6 +104,10 @@ class ModelRunner:
         self._specs: list[AttentionSpec] = []
         self._picks_logits = self._call.accepts("logits_to_keep")
         self._find_out()
+        self._patched = False
+        self._told: set[str] = set()
+        self.graphs: DecodeGraphs | None = None
+        self.no_graphs_reason = self._make_graphs(graphs)
 
     def execute(self, step: Step) -> Tensor:
         """Run the forward of a step. Block moves are the caller's, and come first.
@@ -95,7 +129,22 @@ class ModelRunner:
             return self._one_by_one(self.store, step, entries)
 
         with torch.no_grad():  # not inference mode: what a model keeps of a forward must stay usable
+            if self.graphs is not None and self._nothing_watches():
+                logits = self.graphs.run(step, lambda: own_forward(forward).float())
+                if logits is not None:
+                    return logits
             return own_forward(forward).float()
+
+    def under(self, circumstances: Any, patched: bool = False) -> None:
+        """Say under what weights, adapters and hooks the next steps run: graphs hold for the same ones only.
+
+        Args:
+            circumstances: Compared by `==`.
+            patched: Whether hooks or other forwards than its own are in place inside the model.
+        """
+        self._patched = patched
+        if self.graphs is not None:
+            self.graphs.under((circumstances, torch.get_float32_matmul_precision()))
 
     # -- one row of tokens ------------------------------------------------------------------------------------
 
@@ -136,6 +185,56 @@ class ModelRunner:
         if not self._picks_logits:
             logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
         return logits[0]
+
+    # -- decodes as graphs ------------------------------------------------------------------------------------
+
+    def _make_graphs(self, limits: GraphLimits | None) -> str | None:
+        if limits is None:
+            return "they are switched off"
+        device = graph_device(self.backend)
+        if device is None:
+            return f"attention runs on {self.backend.name} on {self.store.layout.device}"
+        if self.fallback_reason is not None:
+            return f"sequences are run one by one: {self.fallback_reason}"
+        assert isinstance(self.backend, FlashInferBackend)
+        for spec in self._specs:
+            reason = self.backend.fallback_reason(spec, self.store.layout.dtype)
+            if reason is not None:
+                return f"FlashInfer does not compute all layers: {reason}"
+        self.graphs = DecodeGraphs(
+            self.store,
+            self.backend,
+            device,
+            self._specs,
+            lambda inputs, attention: own_forward(lambda: self._from_buffers(inputs, attention)),
+            max_rows=limits.max_rows,
+            max_len=limits.max_len,
+            tolerance=tolerance(next(self.model.parameters())),
+        )
+        return None
+
+    def _nothing_watches(self) -> bool:
+        """Whether nothing is in place that wants to see each forward: a replay calls no Python."""
+        reason = None
+        if torch.is_autocast_enabled(self.store.layout.device.type):
+            reason = "autocast is on"
+        elif self._patched or _watched_globally() or any(map(_is_watched, (self.model, self._base))):
+            reason = "hooks or replaced forwards are in place, which a replay would not call"
+        if reason is not None and reason not in self._told:
+            self._told.add(reason)
+            _log.warning("decode steps run without CUDA graphs: %s", reason)
+        return reason is None
+
+    def _from_buffers(self, inputs: Tensor, attention: GraphAttention) -> Tensor:
+        """`[rows, vocabulary]` logits of one token of each of some sequences."""
+        ids, positions, slots = inputs
+        writer = SlotWriter(self.store, slots)
+        forward = PagedForward(self.store, attention, self._kinds, writer, scratch=True)
+        logits: Tensor = Routing(self._configs, forward).around(
+            lambda: self._forward(ids[None], positions[None], forward.cache, attention.rows)
+        )
+        forward.check_complete()
+        return logits
 
     # -- one sequence at a time -------------------------------------------------------------------------------
 
@@ -183,6 +282,17 @@ def _to_device(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Ten
     """int64 arrays as tensors, in one transfer."""
     joined = to_device(np.concatenate(arrays, dtype=np.int64), device)
     return list(joined.split([len(array) for array in arrays]))
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    # Those of an attached cache leave an engine's forwards alone.
+    return any(not isinstance(getattr(hook, "__self__", None), HFPlug) for hook in hooks)
+
+
+def _watched_globally() -> bool:
+    modules = torch.nn.modules.module
+    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
 
 
 def _refuse_prompt_learning(model: Any) -> None:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from radixkv.attention.interface import AttentionBackend
+from radixkv.attention.interface import AttentionSpec
 from radixkv.core.errors import InvalidRequestError
 from radixkv.hf.attention_survey import LayerKind, passed_on
 from radixkv.hf.routing import AttentionCall, Diversion
 from radixkv.hf.step_cache import FlatLayer, StepCache
 from radixkv.store.kv_store import KVStore
 
-__all__ = ["PagedForward", "PoolWriter"]
+__all__ = ["PagedForward", "PoolWriter", "SlotWriter"]
+
+
+class LayerAttention(Protocol):
+    """The part of a backend that computes."""
+
+    def run(
+        self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As `AttentionBackend.run`."""
+
+
+class LayerWriter(Protocol):
+    """Where new keys and values go."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write `[1, heads, T, dim]` of one layer."""
 
 
 class PoolWriter:
@@ -65,6 +81,29 @@ class PoolWriter:
                     flat[slot : slot + count].copy_(source[start : start + count])
 
 
+class SlotWriter:
+    """Writes keys and values to slots that only the device knows, the scratch block's among them.
+
+    Args:
+        store: The pool.
+        slots: int64 `[T]`, on the device of the pool. Looked at in each write.
+    """
+
+    def __init__(self, store: KVStore, slots: Tensor) -> None:
+        self._store = store
+        self._slots = slots
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write `[1, heads, T, dim]` of one layer."""
+        for pool, rows in (
+            (self._store.keys_and_scratch[layer], keys),
+            (self._store.values_and_scratch[layer], values),
+        ):
+            assert pool is not None
+            source = rows[0].transpose(0, 1)
+            _by_slot(pool).index_copy_(0, self._slots, source.to(pool.dtype))
+
+
 def _by_slot(pool: Tensor) -> Tensor:
     return pool.view(-1, *pool.shape[2:])
 
@@ -77,13 +116,20 @@ class PagedForward(Diversion):
         backend: Planned for this step.
         kinds: From `AttentionSurvey.conclude`.
         writer: Aimed at this step's slots.
+        scratch: Whether the backend reads the scratch block, too.
     """
 
     def __init__(
-        self, store: KVStore, backend: AttentionBackend, kinds: dict[Any, LayerKind], writer: PoolWriter
+        self,
+        store: KVStore,
+        backend: LayerAttention,
+        kinds: dict[Any, LayerKind],
+        writer: LayerWriter,
+        scratch: bool = False,
     ) -> None:
         self.cache = StepCache([FlatLayer(index, self._write) for index in range(len(store.layout.layers))])
-        self._store = store
+        self._keys = store.keys_and_scratch if scratch else store.keys
+        self._values = store.values_and_scratch if scratch else store.values
         self._backend = backend
         self._kinds = kinds
         self._writer = writer
@@ -115,7 +161,7 @@ class PagedForward(Diversion):
             )
         if kind.last:
             del self._fresh[kind.layer]
-        keys, values = self._store.keys[kind.layer], self._store.values[kind.layer]
+        keys, values = self._keys[kind.layer], self._values[kind.layer]
         assert keys is not None
         assert values is not None
         query = call.query[0].transpose(0, 1)

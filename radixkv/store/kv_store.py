@@ -41,6 +41,9 @@ class KVStore:
     (FlashInfer's NHD page layout); both are None for layers without KV. The store knows neither tokens
     nor references: who may touch a block is the business of `BlockPool`.
 
+    Behind them lies one more block, the *scratch block*, which is in nobody's books: computations of a fixed shape
+    write there what belongs nowhere. `keys_and_scratch[i]` and `values_and_scratch[i]` are the same memory with it.
+
     Raises:
         InvalidRequestError: The device cannot give that much memory.
     """
@@ -55,21 +58,24 @@ class KVStore:
         self.block_size = block_size
         self.keys: list[Tensor | None] = []
         self.values: list[Tensor | None] = []
+        self.keys_and_scratch: list[Tensor | None] = []
+        self.values_and_scratch: list[Tensor | None] = []
         try:
             # Tensors born in inference mode could never be written outside of it.
             with torch.inference_mode(False):
                 for layer in layout.layers:
-                    if layer is None:
-                        self.keys.append(None)
-                        self.values.append(None)
-                        continue
-                    page = (num_blocks, block_size, layer.num_kv_heads)
-                    self.keys.append(
-                        torch.empty(*page, layer.key_dim, dtype=layout.dtype, device=layout.device)
-                    )
-                    self.values.append(
-                        torch.empty(*page, layer.value_dim, dtype=layout.dtype, device=layout.device)
-                    )
+                    for part, whole, dim in (
+                        (self.keys, self.keys_and_scratch, 0 if layer is None else layer.key_dim),
+                        (self.values, self.values_and_scratch, 0 if layer is None else layer.value_dim),
+                    ):
+                        if layer is None:
+                            part.append(None)
+                            whole.append(None)
+                            continue
+                        page = (num_blocks + 1, block_size, layer.num_kv_heads, dim)
+                        tensor = torch.empty(page, dtype=layout.dtype, device=layout.device)
+                        whole.append(tensor)
+                        part.append(tensor[:num_blocks])
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             need = layout.bytes_per_token * block_size * num_blocks
             raise InvalidRequestError(
@@ -77,8 +83,13 @@ class KVStore:
             ) from error
 
     @property
+    def scratch_block(self) -> int:
+        """Id of the scratch block: no block of the pool has it."""
+        return self.num_blocks
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Bytes of all blocks together, without the scratch block."""
         return self.layout.bytes_per_token * self.block_size * self.num_blocks
 
     def locate(self, blocks: np.ndarray, start: int, stop: int) -> SlotRuns:

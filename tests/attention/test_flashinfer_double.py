@@ -315,7 +315,7 @@ def test_appending():
 
 
 def test_graphs_keep_their_buffers_and_pad_with_empty_rows():
-    case = Case()
+    case = Case(Double(num_sms=16))
     buffers = (
         torch.zeros(4, dtype=torch.int32),
         torch.zeros(20, dtype=torch.int32),
@@ -336,3 +336,29 @@ def test_graphs_keep_their_buffers_and_pad_with_empty_rows():
     assert torch.equal(out[:2], expected)
     assert not out[2].any()
     assert (lse[2] < -4e4).all()
+
+
+def test_the_cuda_core_kernel_takes_no_empty_rows_in_graphs():
+    """Its scheduler does not count them where it looks for a split that fits its tables, and then writes them, too."""
+    case = Case()
+    buffers = [torch.zeros(size, dtype=torch.int32) for size in (4, 20, 3)]
+    names = "paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"
+    wrapper = case.wrapper(
+        use_cuda_graph=True, use_tensor_cores=False, **dict(zip(names, buffers, strict=True))
+    )
+    table = dict(indptr=int32(0, 2, 5, 5), last_page_len=int32(4, 1, 0))
+    with pytest.raises(ContractError, match="empty rows"):
+        case.plan(wrapper, **table)
+
+
+def test_graphs_need_room_for_the_most_that_a_launch_may_be():
+    buffers = [torch.zeros(size, dtype=torch.int32) for size in (4, 20, 3)]
+    names = "paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"
+    table = dict(indptr=int32(0, 2, 4, 5), last_page_len=int32(4, 1, 2))
+    for case, fits in ((Case(), False), (Case(Double(num_sms=16)), True)):
+        wrapper = case.wrapper(use_cuda_graph=True, **dict(zip(names, buffers, strict=True)))
+        if fits:
+            case.plan(wrapper, **table)
+        else:
+            with pytest.raises(RuntimeError, match="increase the workspace"):
+                case.plan(wrapper, **table)

@@ -13,9 +13,10 @@ one before it on its way to the device.
 from __future__ import annotations
 
 from .double import Double
+from .graphs import FakeGraph, FakeGraphs
 from .timeline import ContractError, FakeTransfers, Timeline
 
-__all__ = ["ContractError", "Double", "FakeTransfers", "Timeline"]
+__all__ = ["ContractError", "Double", "FakeGraph", "FakeGraphs", "FakeTransfers", "Timeline"]
 
 __version__ = Double.__version__
 

@@ -9,6 +9,7 @@ import torch
 
 from radixkv.attention.flashinfer_kinds import Limits
 
+from .graphs import FakeGraphs
 from .maths import merge_pair
 from .timeline import FakeTransfers, Timeline, demand, recorded
 from .wrappers import DecodeWrapper, PrefillWrapper, unpacked
@@ -20,32 +21,41 @@ class Double:
     Args:
         limits: What its kernels take; None: what the real ones do. `Double.relaxed()` takes any head size and dtype.
         num_sms: Multiprocessors of the device that it plays.
+        graphs: Whether it plays CUDA graphs.
 
     Attributes:
         calls: `(name, args, kwargs)` of every call of a function, a constructor or a wrapper's method (`Wrapper.plan`),
             as it was made; `self` is left out. The last ten thousand.
         timeline: What the device did.
+        graph_devices: The `FakeGraphs` made so far.
     """
 
     __version__ = "0.6.13"
 
-    def __init__(self, limits=None, num_sms=132):
+    def __init__(self, limits=None, num_sms=132, graphs=False):
         self.limits = limits or Limits()
         self.num_sms = num_sms
         self.calls = deque(maxlen=10_000)
         self.timeline = Timeline()
         self.transfers = []
-        self.radixkv_hooks = SimpleNamespace(limits=self.limits, transfers=self._new_transfers)
+        self.graph_devices = []
+        self.radixkv_hooks = SimpleNamespace(
+            limits=self.limits, transfers=self._new_transfers, graphs=self._new_graphs if graphs else None
+        )
 
     @classmethod
-    def relaxed(cls):
+    def relaxed(cls, **options):
         """Any head size, and float32 and float64 as well."""
         dtypes = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-        return cls(Limits(head_dims=None, dtypes=frozenset(dtypes)))
+        return cls(Limits(head_dims=None, dtypes=frozenset(dtypes)), **options)
 
     def _new_transfers(self, device):
         self.transfers.append(FakeTransfers(device, self.timeline))
         return self.transfers[-1]
+
+    def _new_graphs(self, device):
+        self.graph_devices.append(FakeGraphs())
+        return self.graph_devices[-1]
 
     def synchronize(self):
         """Wait for the device, as `torch.cuda.synchronize()`."""

@@ -72,3 +72,12 @@ def workspace_bytes(packed, pages, page_size, window_left, num_qo_heads, num_kv_
     if low >= longest:
         return 0
     return num_qo_heads * blocks(low) * tile * (head_dim + 1) * 4
+
+
+def graph_workspace_bytes(batch, num_qo_heads, num_kv_heads, head_dim, num_sms):
+    """The same in a CUDA graph of so many decodes: the launch is padded to the most it may be."""
+    group = num_qo_heads // num_kv_heads
+    tile = 128 if group > 64 and head_dim < 256 else 64 if group > 16 else 16
+    tiles = -(-batch * group // tile) + batch - 1
+    blocks = max(2 * num_sms // num_kv_heads, tiles)
+    return num_qo_heads * blocks * tile * (head_dim + 1) * 4

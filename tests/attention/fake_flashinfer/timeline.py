@@ -51,6 +51,7 @@ class Timeline:
         self._pending = []
         # Kept alive, so that no other tensor gets their memory.
         self._on_device = deque(maxlen=16)
+        self._stays = []
 
     def enqueue(self, operation=None):
         self.given += 1
@@ -74,6 +75,11 @@ class Timeline:
         self._on_device.append(tensor)
         return tensor
 
+    def keep(self, tensor):
+        """Call a tensor one that stays on the device."""
+        self._stays.append(tensor)
+        return tensor
+
     @property
     def tells_places(self):
         """Whether tensors on the device are known."""
@@ -81,7 +87,7 @@ class Timeline:
 
     def holds(self, tensor):
         place = tensor.untyped_storage().data_ptr()
-        return any(one.untyped_storage().data_ptr() == place for one in self._on_device)
+        return any(one.untyped_storage().data_ptr() == place for one in (*self._on_device, *self._stays))
 
 
 class FakeEvent:
@@ -126,6 +132,20 @@ class FakeTransfers(Transfers):
 
         self._sent[id(self._buffers[self._turn])] = self.timeline.enqueue(arrive)
         return target
+
+    def empty(self, size):
+        return self.timeline.keep(super().empty(size))
+
+    def _copy_into(self, target, host):
+        demand(self.timeline.holds(target), "the place must be on the device")
+        self.num_transfers += 1
+        self.timeline.steps += 1
+        target.copy_(host)
+
+        def arrive():
+            demand(torch.equal(host, target), "page-locked memory was written before its transfer")
+
+        self._sent[id(self._buffers[self._turn])] = self.timeline.enqueue(arrive)
 
     def mark(self):
         return FakeEvent(self.timeline)

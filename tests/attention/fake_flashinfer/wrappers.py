@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from .maths import attend, paged_positions, workspace_bytes
+from .graphs import is_recording, opaque, unwatched
+from .maths import attend, graph_workspace_bytes, paged_positions, workspace_bytes
 from .timeline import demand, recorded
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
@@ -40,6 +41,7 @@ class _Wrapper:
         causal, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
     ):  # fmt: skip
         double, timeline = self.double, self.double.timeline
+        demand(not is_recording(), "plan sends from page-locked memory, which a graph cannot have in it")
         demand(
             self.plan_number <= timeline.known,
             "planned again before the device was known to have read the last plan: wait for an event",
@@ -67,6 +69,10 @@ class _Wrapper:
             demand(len(indices) <= len(self.buffers[1]), "more pages than the graph's buffer holds")
             empty = pages == 0
             demand(bool((last_page_len[empty] == 0).all()), "a padded row has last_page_len 0")
+            demand(
+                self.takes_tensor_cores or not empty.any(),
+                "the CUDA-core kernel's scheduler forgets empty rows where it looks for a split that fits",
+            )
         else:
             empty = torch.zeros(batch, dtype=torch.bool)
         demand(
@@ -93,10 +99,13 @@ class _Wrapper:
         lens = torch.where(empty, 0, (pages - 1) * page_size + last_page_len)
         demand(not causal or bool((rows <= lens).all()), "a causal request has no more rows than keys")
         if self.takes_tensor_cores:
-            need = workspace_bytes(
-                rows * (num_qo_heads // num_kv_heads), pages, page_size, window_left, num_qo_heads, num_kv_heads,
-                head_dim, double.num_sms,
-            )  # fmt: skip
+            if self.use_cuda_graph:
+                need = graph_workspace_bytes(batch, num_qo_heads, num_kv_heads, head_dim, double.num_sms)
+            else:
+                need = workspace_bytes(
+                    rows * (num_qo_heads // num_kv_heads), pages, page_size, window_left, num_qo_heads, num_kv_heads,
+                    head_dim, double.num_sms,
+                )  # fmt: skip
             if need > self.workspace_size:
                 raise RuntimeError(
                     f"Buffer overflow when allocating memory for batch_prefill_tmp_v with size {need}, but only "
@@ -116,7 +125,11 @@ class _Wrapper:
         )  # fmt: skip
         self.plan_number = timeline.enqueue()
 
-    def _run(self, q, paged_kv_cache, out, lse, return_lse, window_left):
+    def _run(self, *args):
+        with unwatched():  # kernels are no torch operations, and what is checked here is nobody's
+            return self._run_unwatched(*args)
+
+    def _run_unwatched(self, q, paged_kv_cache, out, lse, return_lse, window_left):
         planned, timeline = self.planned, self.double.timeline
         demand(planned is not None, "run before plan")
         demand(
@@ -144,11 +157,7 @@ class _Wrapper:
             demand(pool.stride(-1) == 1, "the last dimension of the cache must be contiguous")
         demand(keys.stride() == values.stride(), "K and V must have the same strides")
         demand(window_left is None or window_left == planned.window_left, "window_left is that of the plan")
-        used = planned.indices[: int(planned.indptr[-1])]
-        demand(
-            bool(((used >= 0) & (used < keys.shape[0])).all()),
-            f"page ids must lie in 0..{keys.shape[0] - 1}, got {used.tolist()}",
-        )
+        demand(self.use_cuda_graph or not is_recording(), "a plan of an ordinary wrapper does not stay")
         if out is None:
             out = torch.empty_like(q)
         demand(
@@ -162,17 +171,40 @@ class _Wrapper:
                 lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse must be float32 {q.shape[:2]}"
             )
             demand(lse.is_contiguous(), "lse must be contiguous")
-        scale = planned.sm_scale if planned.sm_scale is not None else 1 / math.sqrt(head_dim)
+        if self.use_cuda_graph:
+            opaque(
+                lambda: self._compute(planned, q, keys, values, out, lse if return_lse else None),
+                [out, lse] if return_lse else [out],
+            )
+        else:
+            self._compute(planned, q, keys, values, out, lse if return_lse else None)
+        timeline.enqueue()
+        return (out, lse) if return_lse else out
+
+    def _compute(self, planned, q, keys, values, out, lse):
+        """What the kernels do. In a graph, they look for everything but shapes in the memory that they know."""
+        scale = planned.sm_scale if planned.sm_scale is not None else 1 / math.sqrt(planned.heads[2])
+        indptr, indices, lens = planned.indptr, planned.indices, planned.lens
+        if self.use_cuda_graph:
+            self.double.timeline.execute()
+            indptr, indices, last_page_len = self.buffers
+            pages = indptr.diff()
+            lens = torch.where(pages == 0, 0, (pages - 1) * planned.page_size + last_page_len)
+        used = indices[: int(indptr[-1])]
+        demand(
+            bool(((used >= 0) & (used < keys.shape[0])).all()),
+            f"page ids must lie in 0..{keys.shape[0] - 1}, got {used.tolist()}",
+        )
         with torch.no_grad():
-            for request in range(len(planned.lens)):
+            for request in range(len(lens)):
                 first, stop = planned.qo_indptr[request : request + 2].tolist()
-                length = int(planned.lens[request])
+                length = int(lens[request])
                 if not length:
                     out[first:stop] = 0
-                    if return_lse:
+                    if lse is not None:
                         lse[first:stop] = EMPTY_LSE
                     continue
-                pages = used[int(planned.indptr[request]) : int(planned.indptr[request + 1])]
+                pages = used[int(indptr[request]) : int(indptr[request + 1])]
                 key, value = (paged_positions(pool, pages, length) for pool in (keys, values))
                 if planned.window_left >= 0:
                     demand(
@@ -183,10 +215,8 @@ class _Wrapper:
                     q[first:stop], key, value, scale, planned.soft_cap, planned.causal, planned.window_left,
                 )  # fmt: skip
                 out[first:stop] = part.to(out.dtype)
-                if return_lse:
+                if lse is not None:
                     lse[first:stop] = part_lse.to(torch.float32)
-        timeline.enqueue()
-        return (out, lse) if return_lse else out
 
 
 class DecodeWrapper(_Wrapper):

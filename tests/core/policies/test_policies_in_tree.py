@@ -220,6 +220,10 @@ def test_of_equal_priorities_the_one_that_lasts_longest_counts():
     store(tree, [7])
     tree.evict(3)
     assert [n for n in range(1, 8) if tree.match_length([n])] == [1, 2, 4, 5]
+    time[0] = 25
+    store(tree, [8])
+    tree.evict(2)
+    assert [n for n in range(1, 9) if tree.match_length([n])] == [4, 5, 8]
     tree.check()
 
 

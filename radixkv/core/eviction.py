@@ -247,6 +247,14 @@ class LRUPolicy(PriorityPolicy):
     A use covers a path from the root, so that priorities never rise along a path, and every block of an edge has
     its own: an edge of which only the first half is matched need not be split to remember it. A match writes the time
     and nothing else: a leaf stays filed under the time it had, and is filed anew only when it comes up.
+
+    Victim: oldest last use. Ties: the deeper block first.
+
+    Costs: a match is one vectorised write; each cut is logarithmic in the number of leaves.
+
+    Source: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal
+    9(2), 1970; for prefix trees, Zheng et al., "SGLang: efficient execution of structured language model programs",
+    2024 (arXiv:2312.07104).
     """
 
     name = "lru"

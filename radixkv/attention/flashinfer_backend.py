@@ -17,11 +17,11 @@ from radixkv.attention.flashinfer_plan import FlashInferCosts, StepCut, cut_step
 from radixkv.attention.flashinfer_sending import PlannedStep, send_step
 from radixkv.attention.flashinfer_tables import StepSequences
 from radixkv.attention.flashinfer_transfer import Transfers
-from radixkv.attention.flashinfer_wrappers import Wrappers, out_of_memory
+from radixkv.attention.flashinfer_wrappers import Wrappers
 from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
 from radixkv.attention.merge import merge_in_place
 from radixkv.attention.torch_backend import TorchBackend
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.errors import InvalidRequestError, is_out_of_memory
 
 __all__ = ["FlashInferBackend"]
 
@@ -208,7 +208,7 @@ class FlashInferBackend:
                 self._wrappers.plan(one, role, spec, dtype, self._batch.block_size)
             except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
                 # Before a kernel has worked once, what fails is most likely its compiler.
-                if module in self._works or out_of_memory(error):
+                if module in self._works or is_out_of_memory(error):
                     raise
                 del self._steps[spec]
                 self._reasons[spec] = (
@@ -304,7 +304,7 @@ class FlashInferBackend:
                 self.module.merge_state_in_place(out, lse, part, part_lse, mask=mask)
                 return
             except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-                if out_of_memory(error):
+                if is_out_of_memory(error):
                     raise
                 self._merges = False
                 _log.warning("FlashInfer cannot merge (%s); torch does", _first_line(error))

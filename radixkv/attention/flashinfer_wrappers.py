@@ -14,10 +14,10 @@ from radixkv.attention.flashinfer_plan import Launch
 from radixkv.attention.flashinfer_sending import PlannedLaunch
 from radixkv.attention.flashinfer_transfer import Transfers
 from radixkv.attention.interface import AttentionSpec
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.errors import InvalidRequestError, is_out_of_memory
 from radixkv.store.sizing import format_bytes
 
-__all__ = ["PlannedWrapper", "Wrappers", "out_of_memory"]
+__all__ = ["PlannedWrapper", "Wrappers"]
 
 
 class PlannedWrapper:
@@ -160,7 +160,7 @@ class Wrappers:
             with torch.inference_mode(False):
                 wrapper = make()
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise InvalidRequestError(
                 f"{self._device} has no memory left for FlashInfer's buffers (16 MiB for each kind of layers): make "
@@ -176,8 +176,3 @@ class Wrappers:
             raise InvalidRequestError(
                 f"{self._device} could not give {format_bytes(size)} for FlashInfer's workspace: make the pool smaller"
             ) from error
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
-    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()

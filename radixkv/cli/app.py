@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from radixkv.cli import EXIT_BROKEN_PIPE, EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from radixkv.core.errors import RadixKVError
+from radixkv.core.errors import RadixKVError, is_out_of_memory
 from radixkv.demo.errors import DemoError
 
 app = typer.Typer(
@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
     except (DemoError, RadixKVError) as problem:
         return _fail(str(problem))
     except (MemoryError, RuntimeError) as problem:
-        if not _is_out_of_memory(problem):
+        if not is_out_of_memory(problem):
             raise
         return _fail("out of memory: close other programs, or use --quick, --tiny or a smaller model")
 
@@ -124,12 +124,6 @@ def _guarded(work: Callable[[], int]) -> int:
 def _fail(message: str, code: int = EXIT_USAGE) -> int:
     print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Torch says it in several ways: its CPU allocator raises a plain RuntimeError."""
-    texts = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in texts)
 
 
 def _print_json(document: dict[str, Any]) -> None:

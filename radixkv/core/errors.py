@@ -7,6 +7,15 @@ class RadixKVError(Exception):
     """Base of every error that radixkv raises on purpose."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out.
+
+    Torch says it in several ways: an error of its own on GPUs, a plain RuntimeError from its CPU allocator.
+    """
+    texts = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in texts)
+
+
 class OutOfBlocksError(RadixKVError):
     """An allocation cannot be served, even after evicting all that may be evicted.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from radixkv.attention import AttentionBackend
-from radixkv.core.errors import UnsupportedModelError
+from radixkv.core.errors import UnsupportedModelError, is_out_of_memory
 from radixkv.hf.attention_survey import AttentionSurvey, LayerKind
 from radixkv.hf.compat import DynamicCache, ForwardCall, text_config
 from radixkv.hf.own_forward import own_forward
@@ -171,7 +171,8 @@ class RunnerProbe:
         """Make a trial in evaluation mode, without gradients and with random numbers as before.
 
         Raises:
-            UnsupportedModelError: Whatever the trial raises is a verdict.
+            UnsupportedModelError: Whatever else the trial raises is a verdict.
+            MemoryError: Or another error that says that memory ran out, which is none.
         """
         device = self._layout.device
         forked = [device] if device.type == "cuda" else []
@@ -181,5 +182,7 @@ class RunnerProbe:
         except UnsupportedModelError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             why = str(error) or type(error).__name__
             raise UnsupportedModelError(f"{type(self._model).__name__} failed in {what}: {why}") from error

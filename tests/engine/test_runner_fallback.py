@@ -86,6 +86,18 @@ def test_a_backend_that_fails():
     steps.run_and_compare(runner, kit.twin(model), pool, [(pool.seq(20), 19)])
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")])
+def test_a_lack_of_memory_says_nothing_about_the_model(error):
+    class Starved(Broken):
+        def run(self, *args, **kwargs):
+            raise error
+
+    model = steps.build("llama_gqa")
+    with pytest.raises(type(error)):
+        steps.make_runner(model, steps.Pool(model), Starved())
+    assert steps.make_runner(model, steps.Pool(model)).fallback_reason is None
+
+
 def test_a_mask_of_its_own():
     model = steps.build("llama_gqa")
 

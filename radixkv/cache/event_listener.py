@@ -126,7 +126,9 @@ class TreeEvents(TreeListener):
         """Listen no more."""
         self._tree.remove_listener(self)
 
-    def on_stored(self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds) -> None:
+    def on_stored(
+        self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds, parent: int
+    ) -> None:
         """See `TreeListener`."""
         num = len(tokens) // self._size - first
         if num > 0 and self._has_room((first + num) * self._size):

@@ -119,7 +119,9 @@ class MissNotes(TreeListener):
             seen_in += ", under other weights, adapters or settings of the model"
         return MissNote(num_hit, reason, seen_in)
 
-    def on_stored(self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds) -> None:
+    def on_stored(
+        self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds, parent: int
+    ) -> None:
         """Remember these blocks."""
         name = self._name(namespace)
         self._remember(name.seed, tokens, first, max(name.cleared, name.doubtful))

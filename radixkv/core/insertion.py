@@ -113,7 +113,7 @@ def insert_path(
             leaf = tree._add_child(root, node, edge, blocks, runs)
         leaf.used_at = tree._clock()
         for listener in tree._listeners:
-            listener.on_stored(namespace, path, num_have, fresh)
+            listener.on_stored(namespace, path, num_have, fresh, last)
     if num_have:
         # A request that matched and computes the rest: its table is often released next.
         continues = have == tree._matched[0]

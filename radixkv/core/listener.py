@@ -31,7 +31,9 @@ class TreeListener:
         """
         return None
 
-    def on_stored(self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds) -> None:
+    def on_stored(
+        self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds, parent: int
+    ) -> None:
         """Blocks are cached now.
 
         A parent is always announced before its child. A last block that is only partly filled (a tail) is
@@ -42,6 +44,8 @@ class TreeListener:
             tokens: `int64[...]`, the path from position 0 on, up to the end of the last of these blocks.
             first: Number of the first of these blocks on that path.
             blocks: `int32[...]`, their ids: `blocks[i]` holds the tokens from `(first + i) * block_size` on.
+            parent: The block before the first of them, announced before; -1 if `first` is 0. Whoever keeps something
+                for each block can go on from there, and need not look at the whole path.
         """
 
     def on_removed(self, blocks: BlockIds) -> None:

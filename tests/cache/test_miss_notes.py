@@ -31,7 +31,7 @@ class Diary(TreeListener):
         self.bypassed = {key: set() for key in KEYS}
         self.not_kept = {key: set() for key in KEYS}
 
-    def on_stored(self, namespace, tokens, first, blocks):
+    def on_stored(self, namespace, tokens, first, blocks, parent):
         self.cached[namespace].update(dict.fromkeys(prefixes(tokens.tolist()), True))
 
     def clear(self, keys):
@@ -208,13 +208,13 @@ def test_invalidated_is_cleared_and_another_namespace_is_not():
     tokens = np.arange(6)
     for key, user in ((b"old", b"u"), (b"other", b"v")):
         notes.learn(key, user)
-        notes.on_stored(key, tokens, 0, np.zeros(2, np.int32))
+        notes.on_stored(key, tokens, 0, np.zeros(2, np.int32), -1)
     notes.cleared({b"old"}, forever=True)
     notes.learn(b"new", b"u")
     assert notes.on_matched(b"new", tokens, 0, 5, False) == MissNote(0, "other_namespace", "b'v'")
     notes = MissNotes(8, 4)
     notes.learn(b"old", b"u")
-    notes.on_stored(b"old", tokens, 0, np.zeros(2, np.int32))
+    notes.on_stored(b"old", tokens, 0, np.zeros(2, np.int32), -1)
     notes.cleared(None, forever=True)
     notes.learn(b"new", b"u")
     assert notes.on_matched(b"new", tokens, 0, 5, False) == MissNote(0, "cleared")
@@ -222,9 +222,9 @@ def test_invalidated_is_cleared_and_another_namespace_is_not():
 
 def test_time_that_runs_out():
     notes = MissNotes(8, 4)
-    notes.on_stored(b"", np.arange(6), 0, np.zeros(2, np.int32))
+    notes.on_stored(b"", np.arange(6), 0, np.zeros(2, np.int32), -1)
     notes._time = 2**32 - 1
-    notes.on_stored(b"", np.arange(7, 13), 0, np.zeros(2, np.int32))
+    notes.on_stored(b"", np.arange(7, 13), 0, np.zeros(2, np.int32), -1)
     assert notes.on_matched(b"", np.arange(6), 0, 5, False).reason == "unknown"
     assert notes.on_matched(b"", np.arange(7, 13), 0, 5, False).reason == "evicted"
 

@@ -20,7 +20,10 @@ class Mirror(TreeListener):
         self.asked.append((namespace, tuple(tokens.tolist()), num_hit, limit, again))
         return f"note {len(self.asked)}"
 
-    def on_stored(self, namespace, tokens, first, blocks):
+    def on_stored(self, namespace, tokens, first, blocks, parent):
+        before = self.paths[parent] if first else None
+        assert before == ((namespace, tuple(tokens[: first * SIZE].tolist())) if first else None)
+        assert (parent == -1) == (first == 0)
         assert len(tokens) > (first + len(blocks) - 1) * SIZE
         assert len(tokens) <= (first + len(blocks)) * SIZE
         for i, block in enumerate(blocks.tolist(), first):

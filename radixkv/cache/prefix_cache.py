@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import importlib
 import time
-import weakref
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from radixkv.cache.alarms import alarms
+from radixkv.cache.attaching import Attached, ModelPlug
+from radixkv.cache.leases import Lease
 from radixkv.cache.locking import BooksLock, InterruptsHeld
 from radixkv.cache.miss_notes import MissNotes
 from radixkv.cache.tree_view import TreeView, ViewOptions, make_view, take_snapshot
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
-from radixkv.core.eviction import EvictionPolicy, Retention
+from radixkv.core.eviction import EvictionPolicy, Retention, require_ttl
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.radix_tree import Match, RadixTree
 from radixkv.core.tokens import as_tokens
@@ -44,100 +43,6 @@ class KVSource(Protocol):
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions `start..stop`: `[num_kv_heads, stop - start, dim]` each."""
-
-
-class ModelPlug(Protocol):
-    """What the facade needs of the code that knows a model's library (see `radixkv.hf`)."""
-
-    def attach(
-        self,
-        model: Any,
-        namespace: Namespace,
-        holder: list[int] | None = None,
-        retention: Retention | None = None,
-    ) -> None: ...
-    def detach(self, attachment: int | None = None) -> None: ...
-    def session(
-        self, input_ids: Any, namespace: Namespace, attention_mask: Any, retention: Retention | None = None
-    ) -> AbstractContextManager[Any]: ...
-    def key(self, namespace: Namespace, num_tokens: int) -> bytes: ...
-    def require_servable(self, model: Any) -> None: ...
-    def circumstances(self) -> Any: ...
-    def attention(self) -> Any: ...
-    def key_under(self, circumstances: Any, namespace: Namespace, num_tokens: int) -> bytes: ...
-    def rest(self) -> None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def flush(self) -> None: ...
-    def discard(self, namespace: bytes | None) -> None: ...
-    def invalidate(self) -> None: ...
-
-
-class Lease:
-    """A prefix that stays cached until `release()`, or until its time is over; also a context manager.
-
-    Attributes:
-        num_tokens: Tokens pinned: the longest cached prefix of what was asked for.
-        expired: Whether its time to live is over.
-    """
-
-    def __init__(self, cache: PrefixCache, match: Match) -> None:
-        self._cache = cache
-        self._match = match
-        self.num_tokens = match.num_tokens
-        self.expired = False
-
-    def release(self) -> None:
-        """Let the prefix be evicted again. Nothing happens if the lease has expired.
-
-        Raises:
-            InvalidRequestError: It was released before.
-        """
-        with self._cache.lock:
-            if not self.expired:
-                self._cache.end_lease(self)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._cache.lock:
-            if not self._match.released:
-                self.release()
-
-
-class _Attached:
-    """`with cache.attached(model)`. A class, so that Ctrl-C finds no gap between `attach` and the block."""
-
-    def __init__(
-        self,
-        cache: PrefixCache,
-        plug: ModelPlug,
-        model: Any,
-        namespace: Namespace,
-        retention: Retention | None,
-    ) -> None:
-        self._cache = cache
-        self._plug = plug
-        self._call = (model, namespace)
-        self._retention = retention
-        self._attachments: list[int] = []
-
-    def __enter__(self) -> PrefixCache:
-        self._plug.attach(*self._call, self._attachments, self._retention)
-        return self._cache
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def __del__(self) -> None:
-        # Ctrl-C at the very entry of `__exit__` ends it before its first line.
-        self._end()
-
-    def _end(self) -> None:
-        while self._attachments:  # forgotten only when done, and done twice does no harm
-            self._plug.detach(self._attachments[-1])
-            self._attachments.pop()
 
 
 class PrefixCache:
@@ -192,7 +97,7 @@ class PrefixCache:
         self._lock = BooksLock()
         self._generation = 0  # counts what makes entries under way obsolete
         self._keys_of: dict[bytes, set[bytes]] = {}
-        self._timed_leases: set[Lease] = set()  # which may have been dropped by whoever asked for them
+        self.timed_leases: set[Lease] = set()  # which may have been dropped by whoever asked for them
         self._plug: ModelPlug | None = None
 
     # -- plugging into a model ------------------------------------------------------------------------------
@@ -262,7 +167,7 @@ class PrefixCache:
     ) -> AbstractContextManager[PrefixCache]:
         """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
         self.tree.require_retention(retention)
-        return _Attached(self, self._need_plug(), model, namespace, retention)
+        return Attached(self, self._need_plug(), model, namespace, retention)
 
     def session(
         self,
@@ -312,26 +217,18 @@ class PrefixCache:
             InvalidRequestError: These are no tokens, or the time to live is not above 0.
         """
         array = as_tokens(tokens)
-        if ttl is not None and not ttl > 0:
-            raise InvalidRequestError(f"the ttl of a lease is seconds above 0, or None, got {ttl!r}")
+        require_ttl(ttl, "a lease")
         self._flush()
         holder: list[Match] = []
         try:
             lease = Lease(self, self.lookup(array, self._key(namespace, len(array)), holder, again=True))
             if ttl is not None:
-                self._timed_leases.add(lease)
-                alarms.after(ttl, partial(_expire, weakref.ref(self), weakref.ref(lease)))
+                lease.end_after(float(ttl))
             return lease
         except BaseException:
             for match in holder:
                 self.release(match)
             raise
-
-    def end_lease(self, lease: Lease) -> None:
-        """What `Lease.release` does: give back what it holds."""
-        with self._lock:
-            lease._match.release()
-            self._timed_leases.discard(lease)
 
     def clear(self, namespace: Namespace = None) -> int:
         """Forget everything cached, or everything in one namespace (None: all). All or nothing.
@@ -690,16 +587,3 @@ class PrefixCache:
         if self._plug is not None:
             return self._plug.key(namespace, num_tokens)
         return canonical_namespace(namespace)
-
-
-def _expire(cache: weakref.ref[PrefixCache], lease: weakref.ref[Lease]) -> None:
-    """The time of a lease is over. It may have been released before, and the cache may be gone."""
-    owner, ending = cache(), lease()
-    if owner is None or ending is None:
-        return
-    with owner.lock:
-        if ending._match.released:
-            owner._timed_leases.discard(ending)
-        else:
-            owner.end_lease(ending)
-            ending.expired = True

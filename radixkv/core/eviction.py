@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,6 +18,26 @@ from radixkv.core.tokens import TokenArray
 
 if TYPE_CHECKING:
     from radixkv.core.node import Node
+
+
+def require_ttl(ttl: object, of: str) -> None:
+    """Make sure that this is a time to live: a number of seconds above 0, infinity among them, or None.
+
+    Args:
+        ttl: What was given.
+        of: Whose it is, for the message.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if ttl is None:
+        return
+    try:
+        good = isinstance(ttl, Real) and not isinstance(ttl, bool) and float(ttl) > 0
+    except OverflowError:
+        good = False
+    if not good:
+        raise InvalidRequestError(f"the ttl of {of} is seconds above 0, or None, got {ttl!r}")
 
 
 @dataclass(frozen=True)
@@ -36,8 +58,7 @@ class Retention:
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, (int, np.integer)):
             raise InvalidRequestError(f"the priority of a retention is an integer, got {self.priority!r}")
-        if self.ttl is not None and not self.ttl > 0:
-            raise InvalidRequestError(f"the ttl of a retention is seconds above 0, or None, got {self.ttl!r}")
+        require_ttl(self.ttl, "a retention")
 
 
 class EvictionPolicy(ABC):
@@ -120,6 +141,15 @@ class EvictionPolicy(ABC):
             now: Logical time.
         """
         self.on_use([(block, block + 1)], now)
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the time from elsewhere, as a replay does, whose requests have times of their own.
+
+        Called before the policy is given to a tree. Nothing to do for a policy that knows no time.
+
+        Args:
+            clock: Seconds, never running backwards.
+        """
 
     def retain(self, index: Index, retention: Retention) -> None:
         """The request of the last `on_request`, `on_use`, `on_insert` or `on_grow` says how long to keep these blocks.

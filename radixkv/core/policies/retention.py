@@ -64,6 +64,10 @@ class RetentionPolicy(RankedPolicy):
         self._expiring: list[tuple[float, int, Node, Any]] = []
         self._num_pushed = 0
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._time = clock()
+
     def value(self, block: int) -> Value:
         live = self._expires.item(block) > self._time
         return self.rank.item(block) if live else ORDINARY, self.priority.item(block)

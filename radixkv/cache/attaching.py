@@ -1,0 +1,76 @@
+"""What code that knows a model's library gives to `PrefixCache`, and attaching it for a `with` block."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from radixkv.core.eviction import Retention
+from radixkv.core.namespace import Namespace
+
+if TYPE_CHECKING:
+    from radixkv.cache.prefix_cache import PrefixCache
+
+__all__ = ["Attached", "ModelPlug"]
+
+
+class ModelPlug(Protocol):
+    """What the facade needs of the code that knows a model's library (see `radixkv.hf`)."""
+
+    def attach(
+        self,
+        model: Any,
+        namespace: Namespace,
+        holder: list[int] | None = None,
+        retention: Retention | None = None,
+    ) -> None: ...
+    def detach(self, attachment: int | None = None) -> None: ...
+    def session(
+        self, input_ids: Any, namespace: Namespace, attention_mask: Any, retention: Retention | None = None
+    ) -> AbstractContextManager[Any]: ...
+    def key(self, namespace: Namespace, num_tokens: int) -> bytes: ...
+    def require_servable(self, model: Any) -> None: ...
+    def circumstances(self) -> Any: ...
+    def attention(self) -> Any: ...
+    def key_under(self, circumstances: Any, namespace: Namespace, num_tokens: int) -> bytes: ...
+    def rest(self) -> None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def flush(self) -> None: ...
+    def vacate(self, namespace: bytes | None) -> None: ...
+    def discard(self, namespace: bytes | None) -> None: ...
+    def invalidate(self) -> None: ...
+
+
+class Attached:
+    """`with cache.attached(model)`. A class, so that Ctrl-C finds no gap between `attach` and the block."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        plug: ModelPlug,
+        model: Any,
+        namespace: Namespace,
+        retention: Retention | None,
+    ) -> None:
+        self._cache = cache
+        self._plug = plug
+        self._call = (model, namespace)
+        self._retention = retention
+        self._attachments: list[int] = []
+
+    def __enter__(self) -> PrefixCache:
+        self._plug.attach(*self._call, self._attachments, self._retention)
+        return self._cache
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        # Ctrl-C at the very entry of `__exit__` ends it before its first line.
+        self._end()
+
+    def _end(self) -> None:
+        while self._attachments:  # forgotten only when done, and done twice does no harm
+            self._plug.detach(self._attachments[-1])
+            self._attachments.pop()

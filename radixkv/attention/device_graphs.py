@@ -7,6 +7,7 @@ so what differs between calls must lie in that memory, and nothing may depend on
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -122,6 +123,11 @@ class _CudaGraph:
         self._graph = graph
         self.output = output
 
+    @property
+    def pool(self) -> Any:
+        """The memory pool that it is recorded in."""
+        return self._graph.pool()
+
     def replay(self) -> None:
         self._graph.replay()
 
@@ -135,34 +141,37 @@ class CudaGraphs(GraphDevice):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None
+        # One for all: torch keeps a workspace for each stream that ever multiplied.
+        self._side: torch.cuda.Stream | None = None
+        # A pool is gone with the last of its graphs, and cannot be asked for by its handle any more.
+        self._alive: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
 
     def capture(self, forward: Callable[[], Tensor]) -> Captured:
         """See `GraphDevice`."""
         with torch.cuda.device(self._device):
-            side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+            if self._side is None:
+                self._side = torch.cuda.Stream()
+            side, main = self._side, torch.cuda.current_stream()
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                for _ in range(
-                    2
-                ):  # what is made in a first forward, such as workspaces, must not be in the graph
-                    forward()
+                # What is made in a first forward, such as workspaces, must not be made in the graph.
+                forward()
+                forward()
             main.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
+            pool = next((one.pool for one in self._alive), None)
+            # Only this thread's calls are held to the rules of capturing.
+            capturing = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
             try:
-                with _mended(main):
-                    # Only this thread's calls are held to the rules of capturing.
-                    how = {"pool": self._pool, "stream": side, "capture_error_mode": "thread_local"}
-                    with torch.cuda.graph(graph, **how), WaitGuard("cuda"):
-                        output = forward()
-            except NotCapturable:
-                raise
-            except torch.OutOfMemoryError:
+                with _mended(main), capturing, WaitGuard("cuda"):
+                    output = forward()
+            except (NotCapturable, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
                 raise NotCapturable(f"recording it failed: {_first_line(error)}") from error
-            self._pool = graph.pool()
-            return _CudaGraph(graph, output)
+            captured = _CudaGraph(graph, output)
+            self._alive.add(captured)
+            return captured
 
 
 @contextlib.contextmanager

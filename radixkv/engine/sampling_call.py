@@ -18,6 +18,7 @@ from radixkv.engine.sequence_sampler import SequenceSampler
 from radixkv.engine.stopping import says_stop
 from radixkv.engine.treatment import GREEDY, Treatment, Treatments
 from radixkv.engine.undo import Undo
+from radixkv.store.copy_stream import to_device
 
 __all__ = ["Sampled", "SamplingCall", "TokenLogprobs", "TokensOf"]
 
@@ -140,8 +141,11 @@ class SamplingCall:
             return
         if 2 * len(members) >= len(self.logits):  # as well all rows: nothing is copied
             ids, usable = best(self.logits)
-            picked = torch.from_numpy(self.rows[members].astype(np.int64)).to(ids.device)
-            self.parts.append((members, ids[picked], usable[picked]))
+            rows = self.rows[members].astype(np.int64)
+            if not np.array_equal(rows, np.arange(len(ids))):
+                picked = to_device(rows, ids.device)
+                ids, usable = ids[picked], usable[picked]
+            self.parts.append((members, ids, usable))
         else:
             for start in range(0, len(members), self.step):
                 part = members[start : start + self.step]
@@ -177,8 +181,8 @@ class SamplingCall:
 
     def _rows_of(self, members: list[int]) -> Tensor:
         """`[members, vocabulary]` of the logits, copied."""
-        picked = torch.from_numpy(self.rows[members].astype(np.int64))
-        return self.logits.index_select(0, picked.to(self.logits.device))
+        picked = to_device(self.rows[members].astype(np.int64), self.logits.device)
+        return self.logits.index_select(0, picked)
 
     def _own_row(self, i: int) -> Tensor:
         """`[1, vocabulary]` float32, a copy."""
@@ -208,7 +212,7 @@ class SamplingCall:
         found = self.known.get(i)
         if found is None:
             array = np.array(self.tokens(i), dtype=np.int64)
-            found = self.known[i] = torch.from_numpy(array).to(self.logits.device)[None]
+            found = self.known[i] = to_device(array, self.logits.device)[None]
         return found
 
     def _failed(self, i: int, what: str, culprit: Any, error: Exception) -> None:
@@ -262,7 +266,7 @@ class SamplingCall:
             for start in range(0, len(every), self.step):
                 members = every[start : start + self.step]
                 logprobs = self._rows_of(members).float().log_softmax(dim=-1)
-                chosen = torch.from_numpy(token_ids[members]).to(logprobs.device)
+                chosen = to_device(token_ids[members], logprobs.device)
                 own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
                 # By count, not by the largest: among equals, topk may pick others for another count.
                 top = logprobs.topk(count, dim=-1)

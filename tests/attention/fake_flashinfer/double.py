@@ -27,7 +27,7 @@ class Double:
         calls: `(name, args, kwargs)` of every call of a function, a constructor or a wrapper's method (`Wrapper.plan`),
             as it was made; `self` is left out. The last ten thousand.
         timeline: What the device did.
-        graph_devices: The `FakeGraphs` made so far.
+        graphs: The `FakeGraphs` made so far.
     """
 
     __version__ = "0.6.13"
@@ -38,7 +38,7 @@ class Double:
         self.calls = deque(maxlen=10_000)
         self.timeline = Timeline()
         self.transfers = []
-        self.graph_devices = []
+        self.graphs = []
         self.radixkv_hooks = SimpleNamespace(
             limits=self.limits, transfers=self._new_transfers, graphs=self._new_graphs if graphs else None
         )
@@ -54,8 +54,8 @@ class Double:
         return self.transfers[-1]
 
     def _new_graphs(self, device):
-        self.graph_devices.append(FakeGraphs())
-        return self.graph_devices[-1]
+        self.graphs.append(FakeGraphs())
+        return self.graphs[-1]
 
     def synchronize(self):
         """Wait for the device, as `torch.cuda.synchronize()`."""

@@ -17,12 +17,12 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from radixkv.attention.device_graphs import GraphDevice, NotCapturable, WaitGuard
 
-from .timeline import ContractError, demand
+from .timeline import ContractError, demand, unwatched
 
 _recording = []
 
@@ -50,27 +50,25 @@ def opaque(work, outputs):
     _recording[-1].note(work, outputs)
 
 
-@contextlib.contextmanager
-def unwatched():
-    """Torch operations in here are not seen by those who watch this thread's."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 class FakeGraphs(GraphDevice):
     """Makes `FakeGraph`s.
 
     Attributes:
         made: All of them.
+        before_replay, after_replay: Called with each graph.
+        before_capture: Called before each recording; may raise.
     """
 
     def __init__(self):
         self.made = []
+        self.before_replay = self.after_replay = lambda graph: None
+        self.before_capture = lambda: None
 
     def capture(self, forward):
         for _ in range(2):
             forward()
-        graph = FakeGraph(forward)
+        self.before_capture()
+        graph = FakeGraph(forward, self)
         self.made.append(graph)
         return graph
 
@@ -147,10 +145,10 @@ class FakeGraph:
     Attributes:
         output: Holds the result after a replay.
         num_replays: So far.
-        before_replay: Called before each.
     """
 
-    def __init__(self, forward):
+    def __init__(self, forward, device=None):
+        self._device = device or FakeGraphs()
         recorder = _Recorder()
         _recording.append(recorder)
         try:
@@ -161,7 +159,6 @@ class FakeGraph:
         self._tape = recorder.tape
         self._rubbish = recorder.rubbish
         self.num_replays = 0
-        self.before_replay = lambda: None
         self._spoil()
 
     @torch.no_grad()
@@ -175,7 +172,11 @@ class FakeGraph:
 
     @torch.no_grad()
     def replay(self):
-        self.before_replay()
+        with unwatched():
+            self._replay()
+
+    def _replay(self):
+        self._device.before_replay(self)
         self._spoil()
         self.num_replays += 1
         for call, kept, targets in self._tape:
@@ -188,3 +189,4 @@ class FakeGraph:
                 if target is not None:
                     demand(target.shape == result.shape, "a recorded result has another size now")
                     target.copy_(result)
+        self._device.after_replay(self)

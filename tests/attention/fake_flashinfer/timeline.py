@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixkv.attention.flashinfer_transfer import Transfers
 
@@ -17,6 +19,13 @@ class ContractError(AssertionError):
 def demand(condition, message):
     if not condition:
         raise ContractError(message)
+
+
+@contextlib.contextmanager
+def unwatched():
+    """What the double itself does with tensors is not seen by those who watch this thread."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def recorded(name):
@@ -62,8 +71,9 @@ class Timeline:
     def execute(self):
         """Do all that is pending, as before a kernel."""
         pending, self._pending = self._pending, []
-        for operation in pending:
-            operation()
+        with unwatched():
+            for operation in pending:
+                operation()
 
     def synchronize(self, number=None):
         """Wait for an operation, or for all."""

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from .graphs import is_recording, opaque, unwatched
+from .graphs import is_recording, opaque
 from .maths import attend, graph_workspace_bytes, paged_positions, workspace_bytes
-from .timeline import demand, recorded
+from .timeline import demand, recorded, unwatched
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 EMPTY_LSE = -5e4  # "minus infinity" of 0.6.13
@@ -36,7 +36,11 @@ class _Wrapper:
         self.planned = None
         self.plan_number = 0
 
-    def _plan(
+    def _plan(self, *args):
+        with unwatched():
+            self._plan_unwatched(*args)
+
+    def _plan_unwatched(
         self, indptr, indices, last_page_len, qo_indptr, num_qo_heads, num_kv_heads, head_dim, page_size,
         causal, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
     ):  # fmt: skip

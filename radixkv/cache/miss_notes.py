@@ -10,6 +10,7 @@ from radixkv.cache.key_table import Keys, KeyTable, Places
 from radixkv.core.block_states import BlockIds
 from radixkv.core.hashing import namespace_seed
 from radixkv.core.listener import TreeListener
+from radixkv.core.namespace import namespace_text
 from radixkv.core.tokens import TokenArray
 from radixkv.observe.requests import MissNote
 
@@ -297,30 +298,4 @@ def _marks(keys: Keys) -> np.ndarray:
 
 def readable(canonical: bytes) -> str:
     """A canonical namespace as Python would print what the user gave; as bytes if it is none of a user's."""
-    if not canonical:
-        return "None"
-    try:
-        text, rest = _read(canonical)
-    except (ValueError, IndexError, RecursionError):
-        return repr(canonical)
-    return repr(canonical) if rest else text
-
-
-def _read(data: bytes) -> tuple[str, bytes]:
-    """The first part of a canonical namespace, printed, and what follows it."""
-    if data.startswith(b"n;"):
-        return "None", data[2:]
-    kind = data[:1]
-    length, _, rest = data[1:].partition(b":")
-    num = int(length)
-    if kind == b"t":
-        parts = []
-        for _ in range(num):
-            part, rest = _read(rest)
-            parts.append(part)
-        return f"({', '.join(parts)}{',' * (num == 1)})", rest
-    if kind not in (b"s", b"b") or len(rest) < num:
-        raise ValueError("not a canonical namespace")
-    content = rest[:num]
-    text = repr(content.decode("utf-8", "surrogatepass")) if kind == b"s" else repr(content)
-    return text, rest[num:]
+    return namespace_text(canonical) or repr(canonical)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from radixkv.core.errors import InvalidRequestError
@@ -9,6 +11,9 @@ from radixkv.core.errors import InvalidRequestError
 Namespace = str | bytes | tuple[Any, ...] | None
 
 DEFAULT_NAMESPACE = b""
+
+# A number of more digits is the length of nothing that fits into memory.
+_HEAD = re.compile(rb"n;|([stb])(0|[1-9][0-9]{0,17}):")
 
 
 def canonical_namespace(namespace: Namespace) -> bytes:
@@ -46,3 +51,76 @@ def canonical_namespace(namespace: Namespace) -> bytes:
                 f"a namespace is made of str, bytes, None and tuples of them, got {kind}"
             )
     return b"".join(out)
+
+
+def namespace_parts(canonical: bytes) -> list[str | bytes | int | None] | None:
+    """Read a canonical namespace back; takes any bytes and never raises.
+
+    Returns:
+        The parts in the order in which they were written; a number N stands for a tuple of the next N parts, of
+        which each may be such a tuple itself. None if `canonical_namespace` never gives these bytes.
+    """
+    if not canonical:
+        return [None]
+    parts: list[str | bytes | int | None] = []
+    at, missing = 0, 1
+    while missing:
+        head = _HEAD.match(canonical, at)
+        if head is None:
+            return None
+        at = head.end()
+        missing -= 1
+        if head[1] is None:
+            parts.append(None)
+            continue
+        size = int(head[2])
+        if head[1] == b"t":
+            parts.append(size)
+            missing += size
+            continue
+        content = canonical[at : at + size]
+        at += size
+        if len(content) < size:
+            return None
+        if head[1] == b"b":
+            parts.append(content)
+            continue
+        try:
+            parts.append(content.decode("utf-8", "surrogatepass"))
+        except UnicodeDecodeError:
+            return None
+    # Alone, these two are the default namespace, which is written otherwise.
+    return parts if at == len(canonical) and canonical not in (b"n;", b"b0:") else None
+
+
+def namespace_text(
+    canonical: bytes, write: Callable[[str | bytes | None], str] = repr, most_parts: int = 10_000
+) -> str | None:
+    """A canonical namespace as the user wrote it; takes any bytes and never raises.
+
+    Args:
+        canonical: What `canonical_namespace` gave.
+        write: Text of a part that is not a tuple.
+        most_parts: Whatever has more parts is not written out.
+
+    Returns:
+        `'tenant'`, `('lora', 'x')`, `None`, ...; None if it is no canonical namespace, or too large.
+    """
+    parts = namespace_parts(canonical)
+    if parts is None or len(parts) > most_parts:
+        return None
+    out: list[str] = []
+    tuples: list[list[int]] = []  # parts still to come, and parts in all, of those that are open
+    for part in parts:
+        if tuples and tuples[-1][0] < tuples[-1][1]:
+            out.append(", ")
+        if tuples:
+            tuples[-1][0] -= 1
+        if isinstance(part, int):
+            out.append("(")
+            tuples.append([part, part])
+        else:
+            out.append(write(part))
+        while tuples and not tuples[-1][0]:
+            out.append(",)" if tuples.pop()[1] == 1 else ")")
+    return "".join(out)

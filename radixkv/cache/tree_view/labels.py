@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.namespace import namespace_text
 from radixkv.core.tokens import TokenArray
 
 __all__ = [
@@ -196,9 +197,8 @@ def namespace_label(canonical: bytes, max_chars: int = 60) -> str:
     """
     if not canonical:
         return "default"
-    try:
-        label = _written(canonical)
-    except (ValueError, IndexError):
+    label = namespace_text(canonical, _quoted)
+    if label is None:
         return digest(canonical)
     return label if len(label) <= max_chars else _cut_line(label, max_chars)
 
@@ -208,39 +208,8 @@ def _cut_line(line: str, max_chars: int) -> str:
     return line[: room - room // 3] + ELLIPSIS + line[-(room // 3) :]
 
 
-def _written(canonical: bytes) -> str:
-    """The inverse of `canonical_namespace`, as text; a stack instead of recursion, like there."""
-    at = 0
-    done: list[str] = []
-    open_tuples: list[list[Any]] = []  # [parts still to come, texts of those that came]
-    while at < len(canonical):
-        kind = canonical[at : at + 1]
-        text = ""
-        if canonical.startswith(b"n;", at):
-            text, at = "None", at + 2
-        else:
-            colon = canonical.index(b":", at)
-            size = int(canonical[at + 1 : colon])
-            at = colon + 1
-            if kind == b"t":
-                open_tuples.append([size, []])
-            elif kind in (b"s", b"b"):
-                part = canonical[at : at + size]
-                at += size
-                if len(part) != size:
-                    raise ValueError(size)
-                text = f'"{one_line(part.decode("utf-8", "surrogatepass"))}"' if kind == b"s" else repr(part)
-            else:
-                raise ValueError(kind)
-        if text:
-            (open_tuples[-1][1] if open_tuples else done).append(text)
-        while open_tuples and len(open_tuples[-1][1]) == open_tuples[-1][0]:
-            _, parts = open_tuples.pop()
-            closed = f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-            (open_tuples[-1][1] if open_tuples else done).append(closed)
-    if len(done) != 1 or open_tuples:
-        raise ValueError("not a canonical namespace")
-    return done[0]
+def _quoted(part: str | bytes | None) -> str:
+    return f'"{one_line(part)}"' if isinstance(part, str) else repr(part)
 
 
 def percent(part: int, whole: int) -> str:

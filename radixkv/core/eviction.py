@@ -56,9 +56,19 @@ class Retention:
     ttl: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.priority, bool) or not isinstance(self.priority, (int, np.integer)):
-            raise InvalidRequestError(f"the priority of a retention is an integer, got {self.priority!r}")
+        priority = self.priority
+        if (
+            isinstance(priority, bool)
+            or not isinstance(priority, (int, np.integer))
+            or abs(int(priority)) >= 2**63
+        ):
+            raise InvalidRequestError(
+                f"the priority of a retention is an integer of 64 bits, got {priority!r}"
+            )
         require_ttl(self.ttl, "a retention")
+        # Plain numbers: arithmetic with clocks must not take on the width of a float32.
+        object.__setattr__(self, "priority", int(priority))
+        object.__setattr__(self, "ttl", None if self.ttl is None else float(self.ttl))
 
 
 class EvictionPolicy(ABC):

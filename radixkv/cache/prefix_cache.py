@@ -16,6 +16,7 @@ from radixkv.cache.locking import BooksLock, InterruptsHeld
 from radixkv.cache.miss_notes import MissNotes
 from radixkv.cache.tree_view import TreeView, ViewOptions, make_view, take_snapshot
 from radixkv.core.block_pool import BlockPool
+from radixkv.core.block_table import BlockTable
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
 from radixkv.core.eviction import EvictionPolicy, Retention, require_ttl
 from radixkv.core.namespace import Namespace, canonical_namespace
@@ -112,11 +113,25 @@ class PrefixCache:
         num_tokens: int | None = None,
         memory: str | int | float | None = None,
         policy: str | EvictionPolicy = "lru",
+        decode: str = "auto",
     ) -> PrefixCache:
         """A cache with the KV shapes, dtype and device of a transformers causal LM.
 
         The shapes are read off a forward of a few tokens, which also proves that the model can continue
         from cached KV; its config is not trusted for this.
+
+        Args:
+            model: The model, in evaluation mode.
+            block_size: As for the constructor, like all below but the last.
+            num_blocks: The pool in blocks, or
+            num_tokens: in tokens, or
+            memory: in bytes.
+            policy: Who is evicted first.
+            decode: Where `generate()` and sessions keep the KV of what they compute. `"contiguous"`: in a buffer of
+                their own, which hits are copied to, and which is copied to the pool. `"paged"`: in blocks of the
+                pool, with attention read from there and no second copy; calls that this cannot serve, or that
+                the pool has no room for, are contiguous (counted in `stats.contiguous`). `"auto"`: paged on a GPU
+                where FlashInfer computes every kind of layers of the model, else contiguous.
 
         Raises:
             UnsupportedModelError: KV of a prefix cannot stand for the prefix in this model (encoder-decoder,
@@ -125,6 +140,8 @@ class PrefixCache:
         """
         # The one call upwards: the plug-in layer is found by name, so that this layer and everything below
         # it works, and is tested, without transformers.
+        if decode not in ("auto", "paged", "contiguous"):
+            raise InvalidRequestError(f'decode is "auto", "paged" or "contiguous", got {decode!r}')
         plug_in = importlib.import_module("radixkv.hf")
         layout = plug_in.probe_model(model)
         cache = cls(
@@ -135,7 +152,7 @@ class PrefixCache:
             memory=memory,
             policy=policy,
         )
-        cache._plug = plug_in.HFPlug(cache, model)
+        cache._plug = plug_in.HFPlug(cache, model, decode)
         return cache
 
     def attach(self, model: Any, namespace: Namespace = None, *, retention: Retention | None = None) -> None:
@@ -240,6 +257,8 @@ class PrefixCache:
             InvalidRequestError: Leases or running requests still hold some of it. Nothing was changed.
         """
         wanted = None if namespace is None else canonical_namespace(namespace)
+        if self._plug is not None:
+            self._plug.vacate(wanted)
         with self._lock:
             keys = None if wanted is None else self._keys_of.get(wanted, set())
             freed = self.tree.clear_all(keys)
@@ -535,6 +554,37 @@ class PrefixCache:
                 self.pool.release(held)
                 held = held[:0]
             self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=num_new)
+        return len(tokens)
+
+    def keep(
+        self,
+        tokens: np.ndarray,
+        key: bytes,
+        table: BlockTable,
+        namespace: bytes | None = None,
+        retention: Retention | None = None,
+    ) -> int:
+        """Make known what lies in blocks of the pool already: like `commit`, without a copy.
+
+        Args:
+            tokens: int64 `[num_tokens]`, leading ones of those that the table has room for.
+            key: Tree namespace.
+            table: Where their KV is. Where the tree has some of it already, it names the tree's blocks afterwards.
+            namespace: As for `commit`.
+            retention: As for `commit`.
+
+        Returns:
+            Leading tokens that are cached now.
+        """
+        begin = time.perf_counter()
+        with InterruptsHeld(), self._lock:
+            blocks = table.blocks[: -(-len(tokens) // self.block_size)]
+            result = self.tree.insert(tokens, blocks, key, retention=retention)
+            table.replace(result.blocks)
+            user = key if namespace is None else namespace
+            self._keys_of.setdefault(user, set()).add(key)
+            self._notes.learn(canonical_namespace(key), user)
+        self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=result.num_new_tokens)
         return len(tokens)
 
     @property

@@ -16,6 +16,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.radix_tree import Match
 from radixkv.hf.compat import ForwardCall, bare_cache, fresh_layers
 from radixkv.hf.layers import RowsLayer, SessionLayer
+from radixkv.hf.paged_session import PagedLayer, PagedRowsLayer, Pages
 from radixkv.hf.prefill import Climb, Row, Shared, plan_shared, plan_staircase
 from radixkv.hf.session import Origin
 from radixkv.hf.support import base_of
@@ -88,7 +89,15 @@ class Filler:
         """Whether this thread is inside a forward that the filler makes itself."""
         return getattr(self._local, "running", False)
 
-    def fill(self, ids: Tensor, mask: Tensor | None, pads: np.ndarray, origin: Origin, ahead: int) -> Filled:
+    def fill(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        pads: np.ndarray,
+        origin: Origin,
+        ahead: int,
+        pages: Pages | None = None,
+    ) -> Filled:
         """Match, copy and compute.
 
         Args:
@@ -97,23 +106,45 @@ class Filler:
             pads: `[rows]`, columns of padding.
             origin: Where in the tree to look, and how long to keep what is found.
             ahead: Columns at the end that the caller's forward has to do in any case.
+            pages: Where the rows are to lie, if not in buffers of their own.
         """
+        try:
+            return self._filled(ids, mask, pads, origin, ahead, pages)
+        except BaseException:
+            if pages is not None:
+                pages.release()
+            raise
+
+    def _filled(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        pads: np.ndarray,
+        origin: Origin,
+        ahead: int,
+        pages: Pages | None,
+    ) -> Filled:
         columns = ids.shape[1]
         host = ids.detach().cpu().numpy().astype(np.int64, copy=False)
         rows = [
             Row(np.ascontiguousarray(host[i, pad:]), pad, max(0, columns - ahead - pad))
             for i, pad in enumerate(pads.tolist())
         ]
-        layers = self._new_layers()
+        layers = self._new_layers(pages)
+        if pages is not None:
+            pages.columns = columns
         # An interrupt in here would leave blocks held that nobody knows of.
         with InterruptsHeld():
-            shared, climbs, skip, notes = self._fill_cached(layers, rows, pads, origin, columns, ahead)
+            shared, climbs, skip, notes = self._fill_cached(layers, rows, pads, origin, columns, ahead, pages)
         if skip == 0:
             return Filled(layers, 0, rows, notes)
         for step in shared:
             self._compute_row(layers, rows, step.leader, ids, step.start, step.stop)
             for follower in step.followers:
-                _copy_row(layers, rows, step.leader, follower, step.copy_from, step.stop)
+                if pages is not None and pages.live:
+                    pages.share(step.leader, follower, step.stop)
+                else:
+                    _copy_row(layers, rows, step.leader, follower, step.copy_from, step.stop)
         for climb in climbs:
             self._climb(layers, rows, climb, ids, mask)
         for layer in _kv(layers):
@@ -121,7 +152,14 @@ class Filler:
         return Filled(layers, skip, rows, notes)
 
     def _fill_cached(
-        self, layers: list[Any], rows: list[Row], pads: np.ndarray, origin: Origin, columns: int, ahead: int
+        self,
+        layers: list[Any],
+        rows: list[Row],
+        pads: np.ndarray,
+        origin: Origin,
+        columns: int,
+        ahead: int,
+        pages: Pages | None,
     ) -> tuple[list[Shared], list[Climb], int, list[object | None]]:
         """Copy in what is cached. What is left to compute, the column that all rows then reach, and notes of misses."""
         matches: list[Match] = []
@@ -142,19 +180,27 @@ class Filler:
             skip = min(skip, columns - ahead)
             if not shared and not climbs and skip * _MIN_HIT_SHARE < columns and not pads.any():
                 skip = 0
-            if skip > 0:
+            notes = [match.note for match in matches]
+            if pages is not None:
+                for i, match in enumerate(matches):
+                    pages.adopt(i, match)
+            elif skip > 0:
                 self._allocate(layers, rows, cached, columns)
                 self._gather(layers, rows, matches)
-            return shared, climbs, max(0, skip), [match.note for match in matches]
+            return shared, climbs, max(0, skip), notes
         finally:
             with self._cache.lock:
                 for match in matches:
-                    self._cache.release(match)
+                    if not match.released:
+                        self._cache.release(match)
 
-    def _new_layers(self) -> list[Any]:
+    def _new_layers(self, pages: Pages | None) -> list[Any]:
         shapes = self._cache.layout.layers
-        plain = fresh_layers(self._model) if None in shapes else []
-        return [SessionLayer(shape) if shape is not None else plain[i] for i, shape in enumerate(shapes)]
+        layers: list[Any] = fresh_layers(self._model) if None in shapes else [None] * len(shapes)
+        for i, shape in enumerate(shapes):
+            if shape is not None:
+                layers[i] = SessionLayer(shape) if pages is None else pages.layer(i, shape)
+        return layers
 
     def _allocate(self, layers: list[Any], rows: list[Row], cached: list[int], columns: int) -> None:
         layout = self._cache.layout
@@ -212,6 +258,7 @@ class Filler:
         positions = torch.arange(climb.start, climb.stop, device=ids.device)[None]
         self._forward(
             layers,
+            group,
             which,
             origin=0,
             length=climb.start,
@@ -219,7 +266,7 @@ class Filler:
             mask=mask[index, : climb.stop] if padded and mask is not None else None,
             positions=(positions - pads).clamp(min=0),
         )
-        if padded:
+        if padded and _pages_of(layers) is None:
             _blank_padding(layers, rows)
 
     def _compute_row(
@@ -230,6 +277,7 @@ class Filler:
             pad = rows[index].pad
             self._forward(
                 layers,
+                (index,),
                 slice(index, index + 1),
                 origin=pad,
                 length=start,
@@ -241,6 +289,7 @@ class Filler:
     def _forward(
         self,
         layers: list[Any],
+        rows: tuple[int, ...],
         which: slice | Tensor,
         *,
         origin: int,
@@ -251,12 +300,17 @@ class Filler:
     ) -> None:
         """Run the base model on some rows; their KV lands in `layers`."""
         plain = fresh_layers(self._model) if None in self._cache.layout.layers else []
-        view = bare_cache(
-            [
-                RowsLayer(layer, which, origin, length) if isinstance(layer, SessionLayer) else plain[i]
-                for i, layer in enumerate(layers)
-            ]
-        )
+        pages = _pages_of(layers)
+        step = None if pages is None else pages.begin(length, ids.shape[1], rows, origin)
+
+        def seen(index: int, layer: Any) -> Any:
+            if not isinstance(layer, SessionLayer):
+                return plain[index]
+            if step is not None:
+                return PagedRowsLayer(step, index, layer.window, length)
+            return RowsLayer(layer, which, origin, length)
+
+        view = bare_cache([seen(i, layer) for i, layer in enumerate(layers)])
         call: dict[str, Any] = {"input_ids": ids, self._call.cache_name: view, "use_cache": True}
         if mask is not None:
             call["attention_mask"] = mask
@@ -265,13 +319,24 @@ class Filler:
         self._local.running = True
         try:
             with torch.no_grad():
-                self._base(**call)
+                if step is None:
+                    self._base(**call)
+                else:
+                    step.around(lambda: self._base(**call))
         finally:
             self._local.running = False
+            if pages is not None:
+                pages.end_step()
 
 
 def _kv(layers: list[Any]) -> list[SessionLayer]:
     return [layer for layer in layers if isinstance(layer, SessionLayer)]
+
+
+def _pages_of(layers: list[Any]) -> Pages | None:
+    """Where the rows lie, as long as that is the pool."""
+    leader = _kv(layers)[0]
+    return leader.pages if isinstance(leader, PagedLayer) and leader.pages.live else None
 
 
 def _blank_padding(layers: list[Any], rows: list[Row]) -> None:

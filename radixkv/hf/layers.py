@@ -17,7 +17,7 @@ from radixkv.core.errors import InvalidRequestError
 from radixkv.hf.compat import CROP_ZERO_REMOVES_NOTHING, CacheLayerMixin
 from radixkv.store.layout import LayerLayout
 
-__all__ = ["Book", "RowsLayer", "SessionLayer"]
+__all__ = ["Book", "RowsLayer", "SessionLayer", "without_gradient"]
 
 _MIN_ROOM = 256  # tokens of room to grow into, at least
 
@@ -92,6 +92,12 @@ class _WithoutGradient(torch.autograd.Function):
             "gradients cannot flow through KV of a radixkv session, the cached part would be missing: call the "
             "model without its cache for that"
         )
+
+
+def without_gradient(attended: Tensor, reason: Tensor) -> Tensor:
+    """The same tensor; a gradient that comes back to it is refused. `reason` is what would have had one."""
+    passed: Tensor = _WithoutGradient.apply(attended, attended, reason)[0]
+    return passed
 
 
 class SessionLayer(_AttentionLayer):

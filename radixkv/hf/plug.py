@@ -44,7 +44,9 @@ from radixkv.hf.fill import Filler
 from radixkv.hf.flops import prefill_cost
 from radixkv.hf.guard import GenerateGuard, guard_prompt, place
 from radixkv.hf.layers import SessionLayer
-from radixkv.hf.own_forward import in_own_forward
+from radixkv.hf.own_forward import in_own_forward, is_running
+from radixkv.hf.paged_session import Pages
+from radixkv.hf.paged_session_way import PagedWay
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.session import Origin, Session
 from radixkv.hf.support import base_of, check_supported, unwrap_model
@@ -78,6 +80,7 @@ class _Underway:
         began: `time.perf_counter()` before it.
         requests: The prompts it is the first forward of.
         restore: Gives a cache object back the layers it had, if the forward fails.
+        pages: What its attention reads, if that is the pool.
     """
 
     session: Session
@@ -88,6 +91,7 @@ class _Underway:
     began: float = 0.0
     requests: Sequence[RequestStats] = ()
     restore: Callable[[], None] | None = None
+    pages: Pages | None = None
 
 
 class _Here(threading.local):
@@ -106,9 +110,10 @@ class HFPlug:
     Args:
         cache: The cache to serve from and to feed.
         model: A causal LM of transformers, or a PEFT wrapper around one.
+        decode: As in `PrefixCache.for_model`.
     """
 
-    def __init__(self, cache: PrefixCache, model: Any) -> None:
+    def __init__(self, cache: PrefixCache, model: Any, decode: str = "auto") -> None:
         self._cache = cache
         self.model = unwrap_model(model)
         self.base = base_of(self.model)
@@ -138,6 +143,7 @@ class HFPlug:
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._passed_prompts: deque[tuple[bytes, Tensor, Tensor | None]] = deque()
         self._warned: set[str] = set()
+        self.paged = PagedWay(cache, self.model, self._watch, decode)
         cache.recorder.cost = prefill_cost(self.base, self._config, cache.layout)
 
     # -- the interface of ModelPlug -------------------------------------------------------------------------
@@ -153,6 +159,7 @@ class HFPlug:
         canonical_namespace(namespace)
         check_supported(unwrap_model(model))
         self._check_model(model)
+        self.paged.look()
         attachment = None
         try:
             with InterruptsHeld(), _attach_lock:
@@ -192,6 +199,7 @@ class HFPlug:
                 handle.remove()
             self._wrapper_handles = []
             self.uninstall()
+            self._clear_away()
         self.flush()
 
     def session(
@@ -206,6 +214,7 @@ class HFPlug:
             input_ids, attention_mask, int(self._config.vocab_size), self._cache.layout.device
         )
         self._check_model(self.model)
+        self.paged.look()
         return ExplicitSession(self, ids, pads, namespace, retention)
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
@@ -219,19 +228,34 @@ class HFPlug:
         """Store what ended sessions, and this thread's own ones between two forwards, have computed."""
         if self._here.depth or books_are_open():
             return  # called by the garbage collector in the middle of something: later
+        self._clear_away()
         with self._busy():
             while self._dead:
                 try:
                     session = self._dead.popleft()
                 except IndexError:  # another thread was quicker
                     break
-                self._store(session)
+                self._store(session, ends=True)
+                if session.pages is not None:
+                    session.pages.release()
+            self.paged.tidy()
             me = threading.get_ident()
             now = None if self._here.underway is None else self._here.underway.session
             with self._lock:
                 mine = [s for s in self._live if s.thread == me and not s.explicit and s is not now]
             for session in mine:
                 self._store(session)
+
+    def vacate(self, namespace: bytes | None) -> None:
+        """Take this thread's sessions out of the pool, whether or not somebody still wants to go on with them."""
+        self.flush()
+        with self._lock:
+            live = list(self._live)
+        for session in live:
+            if namespace is None or session.origin.namespace == namespace:
+                pages = session.pages
+                if pages is not None and pages.step is None and session.thread == threading.get_ident():
+                    pages.leave("cleared")
 
     def discard(self, namespace: bytes | None) -> None:
         with self._lock:
@@ -274,6 +298,7 @@ class HFPlug:
                     self.model.register_forward_hook(self._leave_model, always_call=True),
                     self.base.register_forward_pre_hook(self._before_base, with_kwargs=True),
                     self.base.register_forward_hook(self._after_base),
+                    self.base.register_forward_hook(self._end_attention, always_call=True),
                 ]
 
     def uninstall(self) -> None:
@@ -310,15 +335,15 @@ class HFPlug:
     def close(self, session: Session) -> None:
         self._abandon()
         with self._busy():
-            self._store(session)
+            self._store(session, ends=True)
 
-    def _store(self, session: Session) -> None:
+    def _store(self, session: Session, *, tails: bool = True, ends: bool = False) -> None:
         if not session.has_news:
             return
         if self._watch.may_drop():
             session.trusted = False
             return
-        session.commit(self._cache, self._watch.state())
+        session.commit(self._cache, self._watch.state(), tails=tails, ends=ends)
         if session.wrong_dtype:
             session.wrong_dtype = False
             self._count("dtype")
@@ -349,6 +374,7 @@ class HFPlug:
 
     def _abandon(self) -> None:
         """If the last forward of this thread never came to its end, undo what was prepared for it."""
+        self._end_attention()
         underway, self._here.underway = self._here.underway, None
         if underway is not None and underway.hooks is not self._handles:
             underway.session.trusted = False  # detached meanwhile: its end may just not have been seen
@@ -357,6 +383,17 @@ class HFPlug:
             if underway.restore is not None:
                 underway.session.trusted = False
                 underway.restore()
+
+    def _clear_away(self) -> None:
+        """Let go of a forward that an interrupt has ended, after which torch calls no hooks."""
+        if self._here.underway is not None and not self._stand_aside and not is_running(self.base):
+            self._abandon()
+
+    def _end_attention(self, *_: Any) -> None:
+        """Whatever became of this thread's forward, it does not attend over the pool any more."""
+        underway = self._here.underway
+        if underway is not None and underway.pages is not None and not self._stand_aside:
+            underway.pages.end_step()
 
     # -- the hooks on the base model ------------------------------------------------------------------------
 
@@ -394,6 +431,8 @@ class HFPlug:
             self._here.passed_through = False
             self._note_passed(cache_in(output))
         underway, self._here.underway = self._here.underway, None
+        if underway is not None and underway.pages is not None:
+            underway.pages.finish_step()
         if underway is None or not underway.work:
             return
         seconds = time.perf_counter() - underway.began
@@ -409,7 +448,7 @@ class HFPlug:
             self._cache.recorder.record_requests(underway.requests)
         if not session.explicit:
             with self._busy():
-                self._store(session)
+                self._store(session, tails=False)
                 session.forget_stored(self._cache.block_size)
 
     def _explicit_session(self, past: Any) -> Session | None:
@@ -466,7 +505,8 @@ class HFPlug:
         self._tell_passed()
         began = time.perf_counter()
         ahead = max(1, int(outer.keep or 0)) if serve else ids.shape[1]
-        filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin, ahead)
+        pages = self.paged.pages(pads.tolist(), self._autocast())
+        filled = self._fill.fill(ids, call.get("attention_mask"), pads, origin, ahead, pages)
         session = self._new_session(origin, filled.layers, pads, ids, explicit=False)
         session.feed(ids, self._rope)
         restore = None
@@ -480,9 +520,19 @@ class HFPlug:
         work = ids.shape[0] * (ids.shape[1] - filled.skip) + filled.computed_ahead
         requests = filled.requests() if serve else []
         self._here.underway = _Underway(
-            session, self._handles, filled.skip, ids.shape[1], work, began, requests, restore
+            session, self._handles, filled.skip, ids.shape[1], work, began, requests, restore, session.pages
         )
+        self._attend_over_pool()
         return edited
+
+    def _attend_over_pool(self) -> None:
+        """Let the forward under way, if its session lies in the pool, read and write there."""
+        underway = self._here.underway
+        assert underway is not None
+        if underway.pages is not None:
+            step = underway.pages.begin(underway.start, underway.stop - underway.start)
+            if step is not None:
+                step.open()
 
     def _pass_through(self, reason: str, call: dict[str, Any], past: Any) -> None:
         if reason in ("own_cache", "foreign_cache", "static_cache") and self._was_passed(past):
@@ -605,9 +655,17 @@ class HFPlug:
         if self._count_layers() != self._num_hidden_layers:
             raise InvalidRequestError("the model has another number of layers than when the cache was made")
 
-    def circumstances(self) -> tuple[State, str]:
-        """What KV depends on beside tokens and namespace, as of now: weights, adapters, patches, autocast."""
-        return self._watch.state(), self._autocast()
+    def circumstances(self, ahead: bool = False) -> tuple[State, str]:
+        """What KV depends on beside tokens and namespace, as of now: weights, adapters, patches, autocast.
+
+        Args:
+            ahead: Do not wait for a GPU to compare weights; `overtaken` is asked before anything is computed.
+        """
+        return self._watch.state(ahead), self._autocast()
+
+    def overtaken(self) -> bool:
+        """Whether weights had changed when `circumstances(ahead=True)` said that they had not."""
+        return self._watch.overtaken()
 
     def attention(self) -> tuple[Any, ...]:
         """How attention is computed, as of now; a change of it is one of circumstances, too."""
@@ -644,7 +702,8 @@ class HFPlug:
         self._tell_passed()
         with self._busy():
             began = time.perf_counter()
-            filled = self._fill.fill(ids, mask, pads, origin, 1 if usable else columns)
+            pages = self.paged.pages(pads.tolist(), self._autocast()) if usable else None
+            filled = self._fill.fill(ids, mask, pads, origin, 1 if usable else columns, pages)
             if filled.computed_ahead and self._cache.layout.device.type == "cpu":
                 self._cache.recorder.record_prefill(filled.computed_ahead, time.perf_counter() - began)
             requests = filled.requests() if usable else [_passed(row.tokens) for row in filled.rows]
@@ -676,6 +735,8 @@ class HFPlug:
         ids = call.get("input_ids")
         if ids is None or ids.dim() != 2 or self._count_layers() != self._num_hidden_layers:
             session.trusted = False
+            if session.pages is not None:
+                session.pages.leave("layer_count" if ids is not None else "inputs_embeds")
             return call
         if (
             self.base.training
@@ -689,11 +750,14 @@ class HFPlug:
             call = place(session, dict(call), takes_positions)
         session.expect_plain(call.get("attention_mask"), call.get("position_ids"), ids.shape[1])
         start = session.columns
+        outer = None if session.pages is None else self._read(arguments)
+        pages = self.paged.stay_or_leave(session, call, outer)
         session.feed(ids, self._rope)
-        underway = _Underway(session, self._handles, start, start + ids.shape[1])
+        underway = _Underway(session, self._handles, start, start + ids.shape[1], pages=pages)
         if in_prompt:
             underway.work, underway.began = ids.numel(), time.perf_counter()
         self._here.underway = underway
+        self._attend_over_pool()
         return call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFPlug:

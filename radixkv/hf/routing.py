@@ -9,6 +9,7 @@ implementation that the model had, so nothing has to be looked up for that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -172,28 +173,32 @@ class Routing:
         """The result of `forward()`. Model and thread are afterwards as they were, also when it raises."""
         try:
             try:
-                self._open()
+                self.open()
                 return forward()
             finally:
-                self._close()
+                self.close()
         finally:  # once more: Ctrl-C may have come at the first line of the other
-            self._close()
+            self.close()
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Begin to divert. What is not between two lines of one function, see `around`, must be closed by hand."""
         with InterruptsHeld(), _lock:
             self._token = _current.set(self._diverted)
             for config in self._configs:
                 _divert(config)
                 self._routed.append(config)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Stop diverting. Nothing happens if it has stopped already."""
         if self._token is None:
             return
         with InterruptsHeld(), _lock:
             while self._routed:
                 _restore(self._routed.pop())
-            _current.reset(self._token)
-            self._token = None
+            token, self._token = self._token, None
+            # Opened in another thread or task, nothing there looks at it after this.
+            with contextlib.suppress(ValueError):
+                _current.reset(token)
 
 
 def _divert(config: Any) -> None:

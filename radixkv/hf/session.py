@@ -14,6 +14,7 @@ from torch import Tensor
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.eviction import Retention
 from radixkv.hf.layers import SessionLayer
+from radixkv.hf.paged_session import PagedLayer, Pages
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.watch import State
 
@@ -111,6 +112,12 @@ class Session:
         return [layer for layer in self.layers if isinstance(layer, SessionLayer)]
 
     @property
+    def pages(self) -> Pages | None:
+        """Where the rows' KV lies, if it is in the pool."""
+        leader = self._kv_layers()[0]
+        return leader.pages if isinstance(leader, PagedLayer) and leader.pages.live else None
+
+    @property
     def num_rows(self) -> int:
         return len(self.pads)
 
@@ -144,6 +151,8 @@ class Session:
         """The forward that was announced failed: go back to `columns`, in all layers and tokens."""
         for layer in self._kv_layers():
             layer.length = min(layer.length, columns)
+        if self.pages is not None:
+            self.pages.cut(columns)
         self._chunks = [self.ids()[:, :columns]]
 
     def expect_plain(self, mask: Tensor | None, positions: Tensor | None, q: int) -> None:
@@ -233,12 +242,15 @@ class Session:
 
     # -- storing --------------------------------------------------------------------------------------------
 
-    def commit(self, cache: PrefixCache, state: State) -> None:
+    def commit(self, cache: PrefixCache, state: State, *, tails: bool = True, ends: bool = False) -> None:
         """Store what is new since the last time.
 
         Args:
             cache: Where to.
             state: `ModelWatch.state()` now; if it differs from the start, nothing is stored.
+            tails: Whether to store partly filled last blocks of a session in the pool. Once others know of them,
+                the session has to copy them before it goes on.
+            ends: No forward will follow.
         """
         if not self.trusted or self.columns == 0:
             return
@@ -252,6 +264,9 @@ class Session:
                 self.trusted = False
                 return
             self._doubt = None
+        if self.pages is not None:
+            self._keep_pages(self.pages, cache, tails, ends)
+            return
         self._committed = self.columns
         kinds = {
             (layer.keys.dtype, layer.keys.device) for layer in self._kv_layers() if layer.keys is not None
@@ -260,20 +275,46 @@ class Session:
             self.trusted = False
             self.wrong_dtype = True
             return
+        for row, tokens in enumerate(self._tokens_to_store()):
+            if len(tokens) > self._stored.get(row, 0):
+                source = _RowSource(self.layers, row, int(self.pads[row]))
+                self._stored[row] = cache.commit(
+                    tokens, self.origin.key, source, self.origin.namespace, self.origin.retention
+                )
+
+    def _keep_pages(self, pages: Pages, cache: PrefixCache, tails: bool, ends: bool) -> None:
+        complete = True
+        rows = self._tokens_to_store()
+        pages.unify(rows)
+        for row, tokens in enumerate(rows):
+            table = pages.tables[row]
+            # A tail is exchanged for one that the tree has already; not where the row has more in that block.
+            if ends:
+                table.truncate(min(table.num_tokens, len(tokens)))
+            elif not tails or table.num_tokens > len(tokens):
+                complete &= len(tokens) % cache.block_size == 0
+                tokens = tokens[: len(tokens) // cache.block_size * cache.block_size]
+            if len(tokens) > self._stored.get(row, 0):
+                origin = self.origin
+                with cache.lock:
+                    if not self.trusted:  # cleared meanwhile: what was forgotten must not come back
+                        return
+                    self._stored[row] = cache.keep(
+                        tokens, origin.key, table, origin.namespace, origin.retention
+                    )
+        if complete or tails:
+            self._committed = self.columns
+
+    def _tokens_to_store(self) -> list[np.ndarray]:
+        """int64, for each row."""
         ids = self.ids().cpu().numpy().astype(np.int64, copy=False)
+        found = []
         for row, pad in enumerate(self.pads.tolist()):
             tokens = self._without_filler(ids[row, pad:], self.prompt.shape[1] - pad)
             if self._keep is not None:
                 tokens = tokens[: max(0, self._keep - pad)]
-            if len(tokens) > self._stored.get(row, 0):
-                source = _RowSource(self.layers, row, pad)
-                self._stored[row] = cache.commit(
-                    np.ascontiguousarray(tokens),
-                    self.origin.key,
-                    source,
-                    self.origin.namespace,
-                    self.origin.retention,
-                )
+            found.append(np.ascontiguousarray(tokens))
+        return found
 
     def forget_stored(self, block_size: int) -> None:
         """Let sliding layers drop what lies far before their window, once it is stored.

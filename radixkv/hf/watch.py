@@ -18,6 +18,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from radixkv.hf.routing import attention_configs, attention_name
+from radixkv.store.copy_stream import Fetched
 
 __all__ = ["ModelWatch", "State"]
 
@@ -69,6 +70,7 @@ class ModelWatch:
         self._patches: OrderedDict[tuple[int, ...], tuple[int, list[Callable[[], Any]]]] = OrderedDict()
         self._num_patches = 0
         self._windows: list[list[torch.Tensor]] | None = None
+        self._comparison: Fetched | None = None  # under way
         self.rows_differ = False
         self._read()
         with _hook_lock:
@@ -76,17 +78,31 @@ class ModelWatch:
                 _hook = register_optimizer_step_post_hook(_after_optimizer_step)
             _watches.add(self)
 
-    def state(self) -> State:
-        """`(weights epoch, adapters, patches)` as of now."""
+    def state(self, ahead: bool = False) -> State:
+        """`(weights epoch, adapters, patches)` as of now.
+
+        Args:
+            ahead: Do not wait for a GPU to compare the content of tensors: whether it has found a difference is to be
+                asked of `overtaken` before anything is computed under this state.
+        """
         with self._lock:
-            if (
-                self._structure() != self._seen_structure
-                or self._versions() != self._seen_versions
-                or not self._same_content()
-            ):
+            changed = self._structure() != self._seen_structure or self._versions() != self._seen_versions
+            if not changed and ahead and self._compares_elsewhere():
+                self._begin_comparison()
+            elif changed or not self._same_content():
                 self._epoch += 1
                 self._read()
             return (self._epoch, *self.circumstances())
+
+    def overtaken(self) -> bool:
+        """Whether the content that `state(ahead=True)` had compared had changed; it counts as changed now, if so."""
+        with self._lock:
+            found, self._comparison = self._comparison, None
+            if found is None or not bool(found.get()):
+                return False
+            self._epoch += 1
+            self._read()
+            return True
 
     def circumstances(self) -> tuple[bytes, int]:
         """`(adapters, patches)` as of now, without looking at the weights."""
@@ -134,6 +150,7 @@ class ModelWatch:
         self._seen_structure = self._structure()
         self._seen_versions = self._versions()
         self._windows = None
+        self._comparison = None
         self._seen_content = self._content()
 
     def _structure(self) -> list[Any]:
@@ -158,6 +175,12 @@ class ModelWatch:
                 if type(value) in (int, float, bool, str) and name != "training"
             )
         return tuple(seen)
+
+    def attention_modules(self) -> tuple[Any, ...]:
+        """The names of the attention implementations, then everything else that says which code attends."""
+        names = tuple(attention_name(config) for config in self._configs)
+        parts = tuple((id(module), "forward" in module.__dict__) for module in self._attentions)
+        return names, parts, self.attention()
 
     def _versions(self) -> list[int]:
         return [t._version for t in self._versioned] + [_address(t) for t in self._tensors]
@@ -190,6 +213,23 @@ class ModelWatch:
             torch.equal(now.view(torch.uint8), seen.view(torch.uint8))
             for now, seen in zip(self._content(), self._seen_content, strict=True)
         )
+
+    def _compares_elsewhere(self) -> bool:
+        """Whether the result of a comparison would have to be waited for."""
+        return any(group.device.type != "cpu" for group in self._seen_content)
+
+    def _begin_comparison(self) -> None:
+        differ = [
+            (now.view(torch.uint8) != seen.view(torch.uint8)).any()
+            for now, seen in zip(self._content(), self._seen_content, strict=True)
+            if now.numel()
+        ]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for flag in differ:
+            by_device.setdefault(flag.device, []).append(flag)
+        flags = [torch.stack(group).any() for group in by_device.values()]
+        whole = flags[0] if len(flags) == 1 else torch.stack([flag.cpu() for flag in flags]).any()
+        self._comparison = Fetched(whole)
 
     def _adapters(self) -> bytes:
         if not self._tuners:

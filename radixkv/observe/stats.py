@@ -77,7 +77,8 @@ class CacheStats:
         commit_seconds: Time in storing new KV.
         stored_tokens: Tokens whose KV was written to the pool.
         evicted_blocks: Blocks evicted to make room.
-        cow_copies: Hits that ended inside a block, whose matched rows were copied.
+        cow_copies: Hits that ended inside a block, whose matched rows were copied; with `decode="paged"`, all blocks
+            that were copied before more was written to them.
         bypasses: Calls passed through untouched, by reason.
         evicted_tokens: Tokens whose KV was in the evicted blocks.
         full_hits: Requests that hit all but what must be computed in any case: the last token, as a rule. A prompt of
@@ -91,6 +92,8 @@ class CacheStats:
             memory. They are no hits, and not among the prompt tokens a second time.
         recomputed_tokens: Tokens that were computed again after a preemption.
         hit_shares: How many requests hit which share of their tokens.
+        contiguous: Sessions with `decode="paged"` that kept their KV, or the rest of it, in a buffer of their own after
+            all, by reason.
     """
 
     requests: int = 0
@@ -115,6 +118,7 @@ class CacheStats:
     resumed_tokens: int = 0
     recomputed_tokens: int = 0
     hit_shares: HistogramStats = field(default_factory=HistogramStats)
+    contiguous: dict[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -164,6 +168,7 @@ class StatsRecorder:
         self._saved = 0.0
         self._unpriced = 0  # hit tokens from before anything was measured
         self._bypasses: Counter[str] = Counter()
+        self._contiguous: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self._outcomes: Counter[str] = Counter()
         self._shares = Histogram(SHARES)
@@ -217,6 +222,11 @@ class StatsRecorder:
         with self._lock:
             self._bypasses[reason] += 1
 
+    def record_contiguous(self, reason: str) -> None:
+        """Count a session whose KV does not stay in the pool."""
+        with self._lock:
+            self._contiguous[reason] += 1
+
     @property
     def last_requests(self) -> tuple[RequestStats, ...]:
         return self._last
@@ -252,6 +262,7 @@ class StatsRecorder:
                 misses=dict(self._misses),
                 prefill_flops_saved=None if self.cost is None else self._flops,
                 hit_shares=self._shares.snapshot(),
+                contiguous=dict(self._contiguous),
             )
 
     def _price(self) -> None:

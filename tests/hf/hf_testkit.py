@@ -24,6 +24,7 @@ from transformers import DynamicCache
 import radixkv
 from radixkv import errors
 
+DECODE = os.environ.get("RADIXKV_TEST_DECODE", "auto")
 NULL = os.environ.get("RADIXKV_TEST_NULL") == "1"
 TOLERANCE = 2e-3  # FC-49: largest difference of fp32 logits, cold against warm
 PAD, BOS, EOS, FIRST, VOCAB = 0, 1, 2, 3, 64
@@ -214,6 +215,7 @@ def make_cache(model: Any, **kwargs: Any) -> Any:
     if not kwargs.keys() & {"num_blocks", "num_tokens", "memory"}:
         kwargs["num_blocks"] = 256
     kwargs.setdefault("block_size", 4)
+    kwargs.setdefault("decode", DECODE)
     return radixkv.PrefixCache.for_model(model, **kwargs)
 
 

@@ -573,8 +573,8 @@ class Engine:
                 rid=rid,
                 retention=retention,
             )
-            self._cache.register_key(namespace, key)
             record = Record(rid, request, sampling, namespace, owner, began, prompt_index)
+            record.claim = self._cache.register_key(namespace, key)
             for sequence, sampler in zip(request.sequences, samplers, strict=True):
                 record.streams.append(self._desk.new_stream(record, sequence, sampler))
             self._desk.add(record)
@@ -598,11 +598,7 @@ class Engine:
         # A Ctrl-C waits for the end of the step, so that its books are whole; a second one ends the forward.
         held = InterruptsHeld()
         with held:
-            self._notice_changes()
-            with self._cache.lock:
-                step = self._scheduler.schedule()
-                pool = self._cache.pool
-                self._peak_used_blocks = max(self._peak_used_blocks, pool.num_held - pool.num_idle)
+            step = self._next_step()
             if step is None:
                 if self._desk.streams:
                     raise RuntimeError(
@@ -616,17 +612,32 @@ class Engine:
                 self._door.in_step = False
         self._rest()
 
+    def _next_step(self) -> Step | None:
+        """What the scheduler wants done, for the model as it is now."""
+        while True:
+            self._notice_changes()
+            with self._cache.lock:
+                step = self._scheduler.schedule()
+                pool = self._cache.pool
+                self._peak_used_blocks = max(self._peak_used_blocks, pool.num_held - pool.num_idle)
+            # Asked so late that a GPU has compared the weights meanwhile.
+            if not self._plug.overtaken():
+                return step
+            if step is not None:
+                with self._cache.lock:
+                    self._scheduler.fail(step)
+
     def _notice_changes(self) -> None:
         """If weights or adapters changed, nothing computed before may be mixed with what comes."""
         self._plug.require_servable(self._given_model)
-        now = self._plug.circumstances()
+        now = self._plug.circumstances(ahead=True)
         if now == self._circumstances:
             return
 
         def key_of(request: SchedRequest) -> bytes:
             record = self._desk.records[request.rid]
             key = self._plug.key_under(now, record.namespace, len(request.tokens))
-            self._cache.register_key(record.namespace, key)
+            record.claim = self._cache.register_key(record.namespace, key)
             return key
 
         if self._plug.attention() != self._attention:

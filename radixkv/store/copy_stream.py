@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["CopyStream", "CudaCopyStream", "InlineCopies", "copy_stream", "to_device"]
+__all__ = ["CopyStream", "CudaCopyStream", "Fetched", "InlineCopies", "copy_stream", "to_device"]
 
 
 class CopyStream(ABC):
@@ -137,3 +137,24 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     except RuntimeError:  # no memory can be pinned here: right all the same
         return tensor.to(device)
     return tensor.to(device, non_blocking=True)
+
+
+class Fetched:
+    """A small result on its way from the device to the host: queued at once, waited for when it is wanted.
+
+    Args:
+        tensor: Of any device; not written to before `get` returns.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def get(self) -> Tensor:
+        """The result on the host. Waits for what it was computed from, and for nothing that was queued later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

@@ -21,6 +21,17 @@ def argmax(scores):
     return ids, scores.gather(1, ids[:, None])[:, 0] > -torch.inf
 
 
+class OnItsWay:
+    """`Fetched`, whose wait is counted."""
+
+    def __init__(self, waits, tensor):
+        self.waits, self.tensor = waits, tensor
+
+    def get(self):
+        self.waits.found["fetched"] += 1
+        return self.waits.add_host(self.tensor.clone())
+
+
 @contextlib.contextmanager
 def on_a_device(engine, waits, monkeypatch):
     """Let a CPU stand for a device: what is sent there without waiting is another tensor."""
@@ -31,6 +42,7 @@ def on_a_device(engine, waits, monkeypatch):
     for module in (copy_stream, sampling_call):
         monkeypatch.setattr(module, "to_device", send)
     monkeypatch.setattr("radixkv.engine.runner.to_device", send)
+    monkeypatch.setattr("radixkv.hf.watch.Fetched", lambda tensor: OnItsWay(waits, tensor))
     monkeypatch.setattr(sampling_call, "best", argmax)
     for buffer in engine._runner.backend.transfers._buffers:
         waits.add_host(buffer.tensor)
@@ -76,14 +88,15 @@ def test_a_step_waits_for_its_tokens_and_nothing_else(name, graphs, monkeypatch)
             engine.add_request(ids, params(40))
         while engine.stats.generated_tokens < 20:
             engine.step()
-    monkeypatch.setattr(engine._plug._watch, "_same_content", lambda: True)  # see below
+    monkeypatch.setattr(engine._plug._watch, "_compares_elsewhere", lambda: True)
     if not graphs:
         engine._runner.backend.run = lambda spec, query, *_: torch.zeros_like(query)  # kernels are no torch
     waits = Waits()
     for row in range(10):
         with on_a_device(engine, waits, monkeypatch):
             assert len(engine.step()) == 4
-        assert waits.found == {"cpu": row + 1}
+        # The comparison of the weights was queued before anything else of the step.
+        assert waits.found == {"cpu": row + 1, "fetched": row + 1}
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3"])
@@ -137,3 +150,32 @@ def test_one_transfer_of_inputs_and_pages_a_step(monkeypatch):
         engine.step()
         assert len(sends) == count
         assert len(sends[-1]) == 1 + 2  # inputs, pages of full layers, pages of windows
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_weights_are_compared_without_waiting_for_what_is_queued(change, monkeypatch):
+    """A write that shows in no counter is noticed before the step that it comes before; comparing waits late."""
+    model = tiny("llama_gqa")
+    engine = graph_engine(model, max_num_seqs=4)
+    watch = engine._plug._watch
+    monkeypatch.setattr(watch, "_compares_elsewhere", lambda: True)
+    rid = engine.add_request(PROMPTS[0], params(12))
+    monkeypatch.setattr(watch, "_same_content", None)
+    tokens = [out.token_id for _ in range(6) for out in engine.step()]
+    order = []
+    for owner, name in ((watch, "_begin_comparison"), (engine._scheduler, "schedule"), (watch, "overtaken")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, call=call, name=name: (order.append(name), call(*args))[1]
+        )
+    if change:
+        # Past the version counter, as a fused optimizer writes.
+        model.lm_head.weight.detach().numpy().__imul__(-1)
+    tokens += [out.token_id for out in engine.step() if out.rid == rid]
+    once = ["_begin_comparison", "schedule", "overtaken"]
+    # Where it has changed, what was scheduled is taken back, and everything is computed anew.
+    assert order == once * (2 if change else 1)
+    while engine.has_unfinished:
+        tokens += [out.token_id for out in engine.step() if out.rid == rid]
+    assert tokens[6:] == alone(twin(model), PROMPTS[0] + tokens[:6], 6)
+    drained(engine)

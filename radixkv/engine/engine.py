@@ -624,8 +624,7 @@ class Engine:
             if not self._plug.overtaken():
                 return step
             if step is not None:
-                with self._cache.lock:
-                    self._scheduler.fail(step)
+                self._take_back(step)
 
     def _notice_changes(self) -> None:
         """If weights or adapters changed, nothing computed before may be mixed with what comes."""
@@ -654,8 +653,7 @@ class Engine:
         try:
             drawn = self._executor.run(step, streams, held.insisting())
         except BaseException:
-            with self._cache.lock:
-                self._scheduler.fail(step)
+            self._take_back(step)
             raise
         seconds = time.perf_counter() - began
         with self._cache.lock:
@@ -670,12 +668,23 @@ class Engine:
         self._num_steps += step.num_tokens > 0
         self._count_prefill(step, seconds)
         self._desk.hand_out(step, drawn, set(done.ignored))
+        self._end_without_room(step)
+        for sequence in broken:
+            if sequence in streams:
+                self._desk.end(streams[sequence])
+
+    def _take_back(self, step: Step) -> None:
+        """The step is not carried out. What ended when it was made has ended."""
+        with self._cache.lock:
+            self._scheduler.fail(step)
+        self._end_without_room(step)
+
+    def _end_without_room(self, step: Step) -> None:
+        streams, pool = self._desk.streams, self._cache.pool
         for sequence in step.finished:
             if sequence in streams:
-                pool, needed = self._cache.pool, -(-sequence.num_tokens // self._cache.block_size)
+                needed = -(-sequence.num_tokens // self._cache.block_size)
                 streams[sequence].error = OutOfBlocksError(needed, pool.num_free, pool.num_idle)
-        for sequence in (*step.finished, *broken):
-            if sequence in streams:
                 self._desk.end(streams[sequence])
 
     def _paused_tokens(self) -> tuple[int, int]:

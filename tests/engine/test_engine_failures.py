@@ -506,3 +506,41 @@ def test_more_completions_than_can_run_are_refused_at_once() -> None:
         with pytest.raises(InvalidRequestError, match="max_num_seqs"):
             call([5, 6], params(2, n=2**31 - 1))
     drained(engine)
+
+
+@pytest.mark.parametrize("how", ["raises", "weights"])
+def test_a_sequence_that_outgrew_the_pool_ends_though_its_step_is_taken_back(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama_gqa")
+    ids = prompt(10)[0].tolist()
+    engine = make_engine(model, num_blocks=5, max_num_seqs=1)
+    long = engine.add_request(ids, params(30))
+    short = engine.add_request(ids[:3], params(3))
+    outgrew: list[Any] = []
+    run, schedule = engine._executor.run, engine._scheduler.schedule
+
+    def failing(step: Any, *args: Any) -> Any:
+        if step.finished and how == "raises":
+            raise Boom("in a step that a sequence ended with")
+        return run(step, *args)
+
+    def watched() -> Any:
+        step = schedule()
+        outgrew[:] = [] if step is None else step.finished
+        return step
+
+    monkeypatch.setattr(engine._executor, "run", failing)
+    monkeypatch.setattr(engine._scheduler, "schedule", watched)
+    if how == "weights":
+        monkeypatch.setattr(engine._plug, "overtaken", lambda: bool(outgrew))
+    ends: dict[Any, str] = {}
+    for _ in range(40):
+        try:
+            outs = engine.step()
+        except Boom:
+            continue
+        ends |= {out.rid: out.completion.finish_reason for out in outs if out.completion is not None}
+        balanced(engine)
+    assert ends == {long: "capacity", short: "length"}
+    drained(engine)

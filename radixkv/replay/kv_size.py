@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ class KVSize:
 
     Attributes:
         name: Of the model.
-        layers: Layers that keep keys and values; sliding ones count like all others.
-        heads: Key-value heads of a layer.
+        layers: Layers that keep keys and values; sliding ones count like all others. Where layers differ, those of the
+            most common shape.
+        heads: Key-value heads of such a layer.
         key_dim: Numbers of a key, for one head.
         value_dim: Numbers of a value, for one head.
         dtype: Of those numbers.
+        others: Layers, heads, key and value numbers of each other shape.
     """
 
     name: str
@@ -42,24 +45,32 @@ class KVSize:
     key_dim: int
     value_dim: int
     dtype: str
+    others: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        return ((self.layers, self.heads, self.key_dim, self.value_dim), *self.others)
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers."""
-        return self.layers * self.heads * (self.key_dim + self.value_dim) * _bytes_of(self.dtype)
+        numbers = sum(layers * heads * (key + value) for layers, heads, key, value in self._shapes)
+        return numbers * _bytes_of(self.dtype)
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.layers} layers × {self.heads} KV heads × ({self.key_dim} + {self.value_dim}) × "
-            f"{self.dtype} = {self.bytes_per_token:,} bytes a token"
+        shapes = " and ".join(
+            f"{layers} layers × {heads} KV heads × ({key} + {value})"
+            for layers, heads, key, value in self._shapes
         )
+        return f"{self.name}: {shapes} × {self.dtype} = {self.bytes_per_token:,} bytes a token"
 
 
 def kv_size(config: Any) -> KVSize:
     """Read a config of transformers.
 
-    What counts is what a cache of the keys and values of every layer takes, as radixkv keeps them: layers with a
-    sliding window count in full, and latent attention with the heads that it is expanded to.
+    What counts is what a cache of the keys and values of every layer takes, as transformers 5.24 gives them and radixkv
+    keeps them: layers with a sliding window count in full, latent attention (DeepSeek's) with its latent vectors.
+    (Earlier transformers may expand those to all heads, which takes many times as much.)
 
     Args:
         config: Path of a `config.json`, folder or hub id of a model, a dict, or a config object of transformers.
@@ -82,30 +93,77 @@ def kv_size(config: Any) -> KVSize:
 
 
 def _read(name: str, fields: dict[str, Any]) -> KVSize | None:
-    layers = _first(fields, _LAYERS)
-    heads = _first(fields, _HEADS)
+    shapes = _shapes(fields)
+    if not shapes:
+        return None
+    (first, layers), *others = Counter(shapes).most_common()
+    dtype = next((str(fields[key]) for key in _DTYPES if fields.get(key)), _DEFAULT_DTYPE)
+    return KVSize(
+        name, layers, *first, dtype.removeprefix("torch."), tuple((num, *shape) for shape, num in others)
+    )
+
+
+def _shapes(fields: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+    """KV heads, and numbers of a key and a value, of each layer that keeps some; None if that is not said."""
+    layers, heads = _first(fields, _LAYERS), _first(fields, _HEADS)
     if layers is None or heads is None:
         return None
-    kv_heads = _first(fields, _KV_HEADS) or (1 if fields.get("multi_query") is True else heads)
-    width = _first(fields, _WIDTH)
+    model = fields.get("model_type")
+    if model == "longcat_flash":
+        layers = 2 * (_positive(fields, "num_layers") or layers)  # two attentions in each
     key_dim = _positive(fields, "head_dim") or _positive(fields, "kv_channels")
+    width = _first(fields, _WIDTH)
     if key_dim is None and width is not None:
         key_dim = width // heads
-    value_dim = key_dim
-    nope, rope = _positive(fields, "qk_nope_head_dim"), _positive(fields, "qk_rope_head_dim")
-    if nope is not None and rope is not None:
-        key_dim, value_dim = nope + rope, _positive(fields, "v_head_dim")
+    value_dim = _positive(fields, "v_head_dim") or key_dim
+    kv_heads = _kv_heads(fields, heads)
+    latent, rope = _positive(fields, "kv_lora_rank"), _positive(fields, "qk_rope_head_dim")
+    nope = _positive(fields, "qk_nope_head_dim")
+    if latent is not None and rope is not None:
+        kv_heads = 1
+        key_dim, value_dim = latent, rope
+    elif nope is not None and rope is not None:
+        key_dim = nope + rope
     if key_dim is None or value_dim is None:
         return None
-    # Layers that read the KV of another layer keep none, nor do those without attention.
-    layers -= _positive(fields, "num_kv_shared_layers") or 0
     kinds = fields.get("layer_types")
-    if isinstance(kinds, list):
-        layers = min(layers, sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds))
-    if layers < 1:
-        return None
-    dtype = next((str(fields[key]) for key in _DTYPES if fields.get(key)), _DEFAULT_DTYPE)
-    return KVSize(name, layers, kv_heads, key_dim, value_dim, dtype.removeprefix("torch."))
+    own = fields.get("per_layer_config")
+    shapes = []
+    # The last layers may read the KV of others, and keep none.
+    for layer in range(layers - (_positive(fields, "num_kv_shared_layers") or 0)):
+        kind = "full_attention"
+        if isinstance(kinds, list):
+            kind = str(kinds[layer]) if layer < len(kinds) else ""
+        if "attention" not in kind or "linear" in kind:
+            continue
+        shape = kv_heads, key_dim, value_dim
+        if kind == "full_attention" and _positive(fields, "global_head_dim"):  # Gemma 4
+            dim = _positive(fields, "global_head_dim") or key_dim
+            shape = _positive(fields, "num_global_key_value_heads") or kv_heads, dim, dim
+        elif kind == "sliding_attention" and model == "mimo_v2_flash":
+            shape = 2 * kv_heads, key_dim, value_dim
+        if isinstance(own, dict) and isinstance(of_layer := _of_layer(own, layer), dict):
+            own_dim = _positive(of_layer, "head_dim")
+            shape = _first(of_layer, _KV_HEADS) or shape[0], own_dim or shape[1], own_dim or shape[2]
+        shapes.append(shape)
+    return shapes
+
+
+def _kv_heads(fields: dict[str, Any], heads: int) -> int:
+    model = fields.get("model_type")
+    multi_query = fields.get("multi_query", model in ("falcon", "gpt_bigcode")) is True
+    if (
+        model == "falcon" or "new_decoder_architecture" in fields
+    ):  # newer ones cache what is broadcast to all heads
+        return 1 if multi_query and not fields.get("new_decoder_architecture") else heads
+    if multi_query:
+        return 1
+    return heads if model == "gpt_bigcode" else _first(fields, _KV_HEADS) or heads
+
+
+def _of_layer(own: dict[Any, Any], layer: int) -> Any:
+    """What a config says of one layer alone; numbers of layers may be written `"05"`."""
+    return next((value for key, value in own.items() if str(key).isdecimal() and int(key) == layer), None)
 
 
 def _first(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:

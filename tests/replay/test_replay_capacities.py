@@ -128,25 +128,77 @@ def test_paths(tmp_path):
         assert (kv_size(path).name, kv_size(path).bytes_per_token) == ("some-model", 131072)
 
 
-@pytest.mark.parametrize("kind", ["LlamaConfig", "GPT2Config", "Gemma3TextConfig", "Qwen3Config"])
-def test_what_a_cache_of_the_model_takes(tmp_path, kind):
+SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
+MLA = {
+    **{**SMALL, "intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 24},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8},
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GEMMA4 = {"head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+FAMILIES = [
+    ("gpt2", SMALL),
+    ("gpt_neox", SMALL),
+    ("bloom", SMALL),
+    ("mpt", SMALL),
+    ("opt", {**SMALL, "ffn_dim": 32, "word_embed_proj_dim": 64}),
+    ("llama", GROUPED),
+    ("phi3", GROUPED),
+    ("gemma3_text", {**GROUPED, "head_dim": 24}),
+    ("qwen3", {**GROUPED, "head_dim": 24}),
+    ("qwen3_next", {**GROUPED, "head_dim": 16}),
+    ("lfm2", GROUPED),
+    ("gpt_bigcode", SMALL),
+    ("gpt_bigcode", {**SMALL, "multi_query": False}),
+    ("falcon", SMALL),
+    ("falcon", {**SMALL, "multi_query": True, "new_decoder_architecture": False, "num_kv_heads": 4}),
+    ("falcon", {**SMALL, "multi_query": False}),
+    ("falcon", {**SMALL, "new_decoder_architecture": True}),
+    ("falcon", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("gemma4_text", {**GROUPED, **GEMMA4}),
+    ("mimo_v2_flash", {**GROUPED, **EXPERTS, "head_dim": 16, "v_head_dim": 24}),
+    ("minicpm3", MLA),
+    ("deepseek_v2", {**MLA, **EXPERTS, "first_k_dense_replace": 1}),
+    ("deepseek_v3", {**MLA, **EXPERTS, "first_k_dense_replace": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
+def test_what_a_cache_of_the_model_takes(tmp_path, family, options):
     """The truth is what transformers itself keeps: the cache of a small model after one forward."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
-    if kind != "GPT2Config":
-        small["num_key_value_heads"] = 2
-    config = getattr(transformers, kind)(**small)
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if family not in known or int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("not in this transformers, or not kept in this way")
+    config = known[family](**options)
     config.dtype = torch.float32
-    if kind != "GPT2Config":
-        config.intermediate_size = 16
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         cache = model(torch.arange(1, 6)[None], use_cache=True).past_key_values
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 5
-    assert kv_size(config).bytes_per_token == kept
+    kept = [(x.keys, x.values) for x in cache.layers if getattr(x, "keys", None) is not None]
+    truth = sum(keys.nbytes + values.nbytes for keys, values in kept) // 5
+    size = kv_size(config)
+    assert size.bytes_per_token == truth
+    shapes = [(size.layers, size.heads, size.key_dim, size.value_dim), *size.others]
+    shapes = [shape for num, *shape in shapes for _ in range(num)]
+    assert sorted(shapes) == sorted([k.shape[1], k.shape[3], v.shape[3]] for k, v in kept)
     config.save_pretrained(tmp_path)
-    assert kv_size(tmp_path).bytes_per_token == kept
+    assert kv_size(tmp_path).bytes_per_token == truth
+    assert f"{truth:,} bytes a token" in str(size)
+
+
+def test_a_falcon_of_before():
+    assert kv_size({**LLAMA, "model_type": "falcon"}).heads == 1
+    falcon_7b = {"model_type": "falcon", "num_attention_heads": 71, "num_kv_heads": 71, "multi_query": True}
+    size = kv_size({**falcon_7b, "num_hidden_layers": 32, "hidden_size": 4544, "torch_dtype": "bfloat16"})
+    assert size.bytes_per_token == 32 * 1 * (64 + 64) * 2
 
 
 def test_a_config_that_leaves_out_defaults_is_completed(tmp_path):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from radixkv.core.block_states import BlockIds
 from radixkv.core.hashing import chain_digests, root_digest
 from radixkv.core.listener import TreeListener
-from radixkv.core.radix_tree import NodeInfo, RadixTree
-from radixkv.core.tokens import TOKEN_BYTES, TokenArray, token_bytes
+from radixkv.core.namespace import namespace_parts
+from radixkv.core.radix_tree import RadixTree
+from radixkv.core.tokens import TOKEN_BYTES, TokenArray
+from radixkv.core.tree_copy import TreeCopy, copy_tree
 from radixkv.observe.kv_messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    Hash,
     KVCacheEvent,
     external_hashes,
 )
@@ -29,7 +31,9 @@ __all__ = ["Label", "TreeEvents", "label_of"]
 # Events of so many tokens make a batch; a batch that is lost, and asked for again, should not be the whole cache.
 _BATCH_TOKENS = 1 << 16
 _BATCH_BLOCKS = 1 << 12
-_MOST_ENDS = 4096
+_MOST_LABELS = 4096
+
+_log = logging.getLogger(__name__)
 
 _Told = list[KVCacheEvent]
 
@@ -46,15 +50,17 @@ class Label(NamedTuple):
     salt: str | None = None
 
 
-# A block that readers know of: its hash, its parent's, its tokens as bytes, its namespace. Tuples are made fastest.
-_Announced = tuple[Hash, Hash | None, bytes, bytes]
+# A block that readers know of: its address, its parent's, its tokens as bytes, and what its namespace is called by.
+# Tuples are made fastest.
+_Announced = tuple[bytes, bytes | None, bytes, bytes]
 
 
 class _Stored(NamedTuple):
     namespace: bytes
-    tokens: TokenArray
-    first: int
+    name: bytes
+    tokens: TokenArray  # of these blocks
     blocks: BlockIds
+    parent: int
 
 
 class _Removed(NamedTuple):
@@ -69,16 +75,19 @@ class TreeEvents(TreeListener):
     """Notes what the tree does, and makes events of it later, on another thread.
 
     Only whole blocks are announced: a partly filled one when it has become full. Nothing is removed that was not
-    announced. Under the lock of the tree, a change costs a copy of its tokens. Should too much be noted that
-    nobody fetched, then all of it is forgotten, and the next events say that everything is gone and announce anew
-    what is cached.
+    announced. Under the lock of the tree, a change costs a copy of the tokens that are new. Should too much be noted
+    that nobody fetched, then all of it is forgotten, and the next events say that everything is gone and announce
+    anew what is cached: for that, and at the start, the tree is copied under its lock.
 
     Args:
         tree: The tree to listen to; `start()` begins.
         hashes: Form of block hashes, see `external_hashes`.
         medium: Where the KV lies.
-        label: What a tree namespace (canonical, or the bytes that were given) is called; called on the thread that
-            fetches events.
+        label: What a canonical namespace is called; called on the thread that fetches events. One that raises, or
+            returns something else, leaves it at the canonical form.
+        user_of: The user's canonical namespace that a tree namespace (canonical) belongs to, which is what `label`
+            gets; None leaves it as it is. Called under the lock of the tree, when something is stored: must be
+            quick, and must not raise.
         wake: Called after each change, under the lock of the tree: must be quick.
         max_pending_tokens: Most tokens noted and not fetched.
     """
@@ -90,6 +99,7 @@ class TreeEvents(TreeListener):
         hashes: str = "uint64",
         medium: str = "GPU",
         label: Callable[[bytes], Label] | None = None,
+        user_of: Callable[[bytes], bytes] | None = None,
         wake: Callable[[], None] | None = None,
         max_pending_tokens: int = 1 << 23,
     ) -> None:
@@ -98,6 +108,7 @@ class TreeEvents(TreeListener):
         self._external = external_hashes(hashes)
         self._medium = medium
         self._label_of = label or label_of
+        self._user_of = user_of or (lambda namespace: namespace)
         self.wake: Callable[[], None] = wake or (lambda: None)
         self.owner: object = None  # kept alive
         self._most_pending = max_pending_tokens
@@ -108,17 +119,17 @@ class TreeEvents(TreeListener):
         self._overflowed = False
         # Of the thread that fetches. A parent stands before its children: it came before them and goes after them.
         self._announced: dict[int, _Announced] = {}
-        # Addresses of last blocks, by a hash of the path to their end.
-        self._ends: OrderedDict[bytes, bytes] = OrderedDict()
         self._labels: dict[bytes, Label] = {}
+        self._complained = False
+        self._deaf = False
+        _listening.add(self)
 
     # -- under the lock of the tree --------------------------------------------------------------------------
 
     def start(self) -> None:
         """Listen from now on; the first events announce what is cached already."""
         with self._tree.pool.lock:
-            self._changes.clear()
-            self._anew = True
+            self._changes, self._pending, self._anew = [], 0, True
             self._tree.add_listener(self)
         self.wake()
 
@@ -126,14 +137,20 @@ class TreeEvents(TreeListener):
         """Listen no more."""
         self._tree.remove_listener(self)
 
+    def abandon(self) -> None:
+        """In a forked child: nobody fetches, and whoever held the lock of the tree may not be here."""
+        self._deaf = self._anew = True
+        self._changes = []
+
     def on_stored(
         self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds, parent: int
     ) -> None:
         """See `TreeListener`."""
         num = len(tokens) // self._size - first
-        if num > 0 and self._has_room((first + num) * self._size):
-            path = tokens[: (first + num) * self._size].copy()
-            self._changes.append(_Stored(namespace, path, first, blocks[:num].copy()))
+        if num > 0 and self._has_room(num * self._size):
+            fresh = tokens[first * self._size : (first + num) * self._size].copy()
+            name = self._user_of(namespace)
+            self._changes.append(_Stored(namespace, name, fresh, blocks[:num].copy(), parent))
             self.wake()
 
     def on_removed(self, blocks: BlockIds) -> None:
@@ -167,27 +184,30 @@ class TreeEvents(TreeListener):
         Args:
             newcomers: Some reader knows nothing yet: announce, after that, all that is cached.
         """
-        nodes: list[NodeInfo] | None = None
+        cached: TreeCopy | None = None
         with self._tree.pool.lock:
+            if self._deaf:
+                return
             changes, self._changes, self._pending = self._changes, [], 0
             overflowed, self._overflowed = self._overflowed, False
             if self._anew:
-                nodes, self._anew = list(self._tree.nodes()), False
+                cached, self._anew = copy_tree(self._tree), False
+                names = {namespace: self._user_of(namespace) for namespace in set(cached.namespaces)}
         done = False
         try:
             if overflowed:
                 yield []
-            if nodes is None:
+            if cached is None:
                 yield from _batches(self._translate(changes))
             else:
-                self._learn(nodes)
-            if newcomers or nodes is not None:
+                self._learn(cached, names)
+            if newcomers or cached is not None:
                 yield from _batches(self._everything())
             done = True
         finally:
             if not done:  # an event did not get out, so that readers and we no longer agree
                 with self._tree.pool.lock:
-                    self._changes, self._anew = [], True
+                    self._changes, self._pending, self._anew = [], 0, True
 
     def _translate(self, changes: Iterable[_Change]) -> Iterator[KVCacheEvent]:
         for change in changes:
@@ -195,47 +215,45 @@ class TreeEvents(TreeListener):
                 yield from self._stored(change)
             elif isinstance(change, _Removed):
                 known = [self._announced.pop(block, None) for block in change.blocks[::-1].tolist()]
-                hashes = [block[0] for block in known if block is not None]
-                if hashes:
-                    yield BlockRemoved(hashes, self._medium)
+                digests = [block[0] for block in known if block is not None]
+                if digests:
+                    yield BlockRemoved(self._external(digests), self._medium)
             else:
                 self._announced.clear()
                 yield AllBlocksCleared()
 
     def _stored(self, change: _Stored) -> Iterator[KVCacheEvent]:
-        namespace, tokens, first, blocks = change
-        split = first * self._size
-        parent = self._end_of(namespace, tokens[:split]) if first else None
-        digest = self._announce(namespace, tokens[split:], blocks.tolist(), parent)
-        self._remember_end(self._path_key(namespace, tokens), digest)
-        run = [self._announced[block] for block in blocks.tolist()]
-        yield from self._runs([block[0] for block in run], run[0][1], tokens[split:], namespace)
+        namespace, name, tokens, ids, parent = change
+        before = None if parent < 0 else self._announced[parent][0]
+        digests = self._announce(namespace, name, tokens, ids.tolist(), before)
+        return self._runs(digests, before, tokens, name)
 
     def _announce(
-        self, namespace: bytes, tokens: TokenArray, blocks: list[int], parent: bytes | None
-    ) -> bytes:
-        """Note blocks that follow the one with address `parent`; returns the address of the last."""
+        self, namespace: bytes, name: bytes, tokens: TokenArray, blocks: list[int], parent: bytes | None
+    ) -> list[bytes]:
+        """Note blocks that follow the one with address `parent`; returns their addresses."""
         start = root_digest(self._size, namespace) if parent is None else parent
         digests = chain_digests(start, tokens, len(blocks), self._size)
-        hashes = self._external(digests)
-        before = [None if parent is None else self._external([parent])[0], *hashes]
+        before = [parent, *digests]
         data, step = tokens.tobytes(), self._size * TOKEN_BYTES
         pieces = [data[i : i + step] for i in range(0, len(blocks) * step, step)]
         self._announced.update(
-            zip(blocks, zip(hashes, before, pieces, repeat(namespace), strict=False), strict=True)
+            zip(blocks, zip(digests, before, pieces, repeat(name), strict=False), strict=True)
         )
-        return digests[-1]
+        return digests
 
-    def _learn(self, nodes: list[NodeInfo]) -> None:
+    def _learn(self, cached: TreeCopy, names: dict[bytes, bytes]) -> None:
         """All that is cached, from the tree itself."""
         self._announced.clear()
         last: list[bytes | None] = []  # address of the last block of each node
-        for node in nodes:
-            num = len(node.tokens) // self._size
-            digest = None if node.parent < 0 else last[node.parent]
+        for node, (namespace, parent) in enumerate(zip(cached.namespaces, cached.parents, strict=True)):
+            tokens = cached.tokens_of(node)
+            num = len(tokens) // self._size
+            digest = None if parent < 0 else last[parent]
             if num:
-                blocks = node.blocks[:num].tolist()
-                digest = self._announce(node.namespace, node.tokens[: num * self._size], blocks, digest)
+                blocks = cached.blocks_of(node)[:num].tolist()
+                name = names[namespace]
+                digest = self._announce(namespace, name, tokens[: num * self._size], blocks, digest)[-1]
             last.append(digest)
 
     def _everything(self) -> Iterator[KVCacheEvent]:
@@ -255,12 +273,29 @@ class TreeEvents(TreeListener):
         tokens = np.frombuffer(b"".join([block[2] for block in run]), np.int64)
         return self._runs([block[0] for block in run], run[0][1], tokens, run[0][3])
 
-    def _runs(
-        self, hashes: list[Hash], parent: Hash | None, tokens: TokenArray, namespace: bytes
-    ) -> Iterator[KVCacheEvent]:
-        label = self._labels.get(namespace)
+    def _label(self, name: bytes) -> Label:
+        """What a namespace is called: its canonical form, if nothing better can be had just now."""
+        label = self._labels.get(name)
         if label is None:
-            label = self._labels[namespace] = self._label_of(_as_given(namespace))
+            try:
+                lora_name, salt = self._label_of(name)
+                label = Label(_sendable(lora_name), _sendable(salt))
+            except Exception:
+                if not self._complained:
+                    self._complained = True
+                    _log.exception("KV events: a namespace has no label, and goes by its canonical form")
+                return Label(salt=_as_text(name))
+            if len(self._labels) == _MOST_LABELS:
+                self._labels.clear()
+            self._labels[name] = label
+        return label
+
+    def _runs(
+        self, digests: list[bytes], before: bytes | None, tokens: TokenArray, name: bytes
+    ) -> Iterator[KVCacheEvent]:
+        label = self._label(name)
+        hashes = self._external(digests)
+        parent = None if before is None else self._external([before])[0]
         most = max(1, min(_BATCH_BLOCKS, _BATCH_TOKENS // self._size))
         for start in range(0, len(hashes), most):
             part = hashes[start : start + most]
@@ -278,28 +313,6 @@ class TreeEvents(TreeListener):
                 stored.cache_salt = label.salt
             yield stored
             parent = part[-1]
-
-    # -- addresses of parents ----------------------------------------------------------------------------------
-
-    def _path_key(self, namespace: bytes, tokens: TokenArray) -> bytes:
-        return xxhash.xxh3_128_digest(token_bytes(tokens)) + namespace
-
-    def _end_of(self, namespace: bytes, tokens: TokenArray) -> bytes:
-        """Address of the last block of a path. A sequence that grows asks for the end it had before."""
-        key = self._path_key(namespace, tokens)
-        digest = self._ends.get(key)
-        if digest is None:
-            num = len(tokens) // self._size
-            digest = chain_digests(root_digest(self._size, namespace), tokens, num, self._size)[-1]
-            self._remember_end(key, digest)
-        else:
-            self._ends.move_to_end(key)
-        return digest
-
-    def _remember_end(self, key: bytes, digest: bytes) -> None:
-        self._ends[key] = digest
-        if len(self._ends) > _MOST_ENDS:
-            self._ends.popitem(last=False)
 
 
 def _batches(events: Iterable[KVCacheEvent]) -> Iterator[_Told]:
@@ -325,39 +338,49 @@ def _extra_keys(label: Label, num_blocks: int, at_root: bool) -> list[tuple[str,
     return keys if any(keys) else None
 
 
-def _as_given(namespace: bytes) -> bytes:
-    """A namespace that was given to the tree as bytes, as `PrefixCache` does, without what marks it as bytes."""
-    head, colon, rest = namespace.partition(b":")
-    return rest if colon and head == b"b%d" % len(rest) else namespace
-
-
 def label_of(namespace: bytes) -> Label:
-    """What a canonical namespace is called in events.
+    """What a canonical namespace is called in events; takes any bytes and never raises.
 
     `None` is the base model without a salt; a plain `str` is a salt, as vLLM's `cache_salt`; `("lora", NAME)`
     is an adapter, and `("lora", NAME, SALT)` both. Anything else is a salt in its canonical form.
     """
-    if not namespace:
-        return Label()
-    parts = _texts(namespace)
-    if len(parts) == 1 and namespace[:1] == b"s":
-        return Label(salt=parts[0])
-    if 2 <= len(parts) <= 3 and parts[0] == "lora":
-        return Label(lora_name=parts[1], salt=parts[2] if len(parts) == 3 else None)
-    return Label(salt=namespace.decode("utf-8", "backslashreplace"))
+    parts = namespace_parts(namespace)
+    match parts:
+        case [None]:
+            return Label()
+        case [str(salt)]:
+            return Label(salt=_printable(salt))
+        case [2, "lora", str(name)]:
+            return Label(_printable(name))
+        case [3, "lora", str(name), str(salt)]:
+            return Label(_printable(name), _printable(salt))
+    return Label(salt=_as_text(namespace))
 
 
-def _texts(namespace: bytes) -> list[str]:
-    """The strings of a canonical namespace that is one string or a flat tuple of strings, else none."""
-    rest = namespace
-    wanted = 1
-    if rest[:1] == b"t":
-        head, _, rest = rest.partition(b":")
-        wanted = int(head[1:])
-    parts: list[str] = []
-    while rest[:1] == b"s" and len(parts) < wanted:
-        head, _, rest = rest.partition(b":")
-        size = int(head[1:])
-        parts.append(rest[:size].decode("utf-8", "backslashreplace"))
-        rest = rest[size:]
-    return parts if len(parts) == wanted and not rest else []
+def _as_text(namespace: bytes) -> str:
+    return namespace.decode("utf-8", "backslashreplace")
+
+
+def _printable(text: str) -> str:
+    """Half a surrogate pair cannot be sent."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _sendable(text: str | None) -> str | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise TypeError(f"a label is made of str and None, got {type(text).__name__}")
+    return _printable(text)
+
+
+_listening: weakref.WeakSet[TreeEvents] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for events in list(_listening):
+        events.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

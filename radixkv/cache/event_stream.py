@@ -60,12 +60,13 @@ class KVEventStream:
         hashes: str | None = None,
         medium: str = "GPU",
         label: Callable[[bytes], Label] | None = None,
+        user_of: Callable[[bytes], bytes] | None = None,
         **options: Any,
     ) -> None:
         self._directory: EventDirectory | None = None
         try:
             form = pick_dialect(dialect).hashes if hashes is None else hashes
-            self._events = events = TreeEvents(tree, hashes=form, medium=medium, label=label)
+            self._events = events = TreeEvents(tree, hashes=form, medium=medium, label=label, user_of=user_of)
             self._publisher = KVEventPublisher(
                 endpoint, replay_endpoint=replay, dialect=dialect, source=_source_of(events), **options
             )

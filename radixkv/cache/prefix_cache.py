@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from radixkv.cache.attaching import Attached, ModelPlug
+from radixkv.cache.key_owners import KeyClaim, KeyOwners
 from radixkv.cache.leases import Lease
 from radixkv.cache.locking import BooksLock, InterruptsHeld
 from radixkv.cache.miss_notes import MissNotes
@@ -97,7 +98,7 @@ class PrefixCache:
         # freshly allocated one is known to nobody else.
         self._lock = BooksLock()
         self._generation = 0  # counts what makes entries under way obsolete
-        self._keys_of: dict[bytes, set[bytes]] = {}
+        self._owners = KeyOwners(self.tree)
         self.timed_leases: set[Lease] = set()  # which may have been dropped by whoever asked for them
         self._plug: ModelPlug | None = None
 
@@ -260,15 +261,11 @@ class PrefixCache:
         if self._plug is not None:
             self._plug.vacate(wanted)
         with self._lock:
-            keys = None if wanted is None else self._keys_of.get(wanted, set())
+            keys = None if wanted is None else self._owners.keys_of(wanted)
             freed = self.tree.clear_all(keys)
             if keys is not None:  # else the tree has told it
                 self._notes.cleared({canonical_namespace(key) for key in keys})
             self._generation += 1
-            if wanted is None:
-                self._keys_of.clear()
-            else:
-                self._keys_of.pop(wanted, None)
             if self._plug is not None:
                 self._plug.discard(wanted)
             return freed
@@ -348,11 +345,10 @@ class PrefixCache:
             InvalidRequestError: An option makes no sense, or an endpoint cannot be had; the message says which.
             ImportError: msgspec or pyzmq is missing.
         """
-        from radixkv.cache.event_listener import label_of
         from radixkv.cache.event_stream import KVEventStream
 
         options.setdefault("medium", "GPU" if self.layout.device.type == "cuda" else "CPU")
-        options.setdefault("label", lambda key: label_of(self._namespace_of(key)))
+        options.setdefault("user_of", self._owners.user_of)
         return KVEventStream(
             self.tree, endpoint, replay=replay, http=http, tokenizer=tokenizer, dialect=dialect, **options
         )
@@ -374,7 +370,7 @@ class PrefixCache:
         self._flush()
         with self._lock:
             # The tree takes a key for a namespace like any other, and writes it in its own way.
-            users = {canonical_namespace(key): user for user, keys in self._keys_of.items() for key in keys}
+            users = self._owners.users()
             snapshot = take_snapshot(self.tree)
         return make_view(snapshot, wanted, users)
 
@@ -544,11 +540,10 @@ class PrefixCache:
             with self._lock:
                 if generation != self._generation:  # cleared meanwhile: what was forgotten must not come back
                     return 0
+                user = key if namespace is None else namespace
+                self._notes.learn(self._owners.add(user, key), user)
                 result = self.tree.insert(tokens, held, key, retention=retention)
                 held, num_new = result.blocks, result.num_new_tokens
-                user = key if namespace is None else namespace
-                self._keys_of.setdefault(user, set()).add(key)
-                self._notes.learn(canonical_namespace(key), user)
         finally:
             with self._lock:
                 self.pool.release(held)
@@ -579,11 +574,10 @@ class PrefixCache:
         begin = time.perf_counter()
         with InterruptsHeld(), self._lock:
             blocks = table.blocks[: -(-len(tokens) // self.block_size)]
+            user = key if namespace is None else namespace
+            self._notes.learn(self._owners.add(user, key), user)
             result = self.tree.insert(tokens, blocks, key, retention=retention)
             table.replace(result.blocks)
-            user = key if namespace is None else namespace
-            self._keys_of.setdefault(user, set()).add(key)
-            self._notes.learn(canonical_namespace(key), user)
         self._recorder.add(commit_seconds=time.perf_counter() - begin, stored_tokens=result.num_new_tokens)
         return len(tokens)
 
@@ -601,17 +595,17 @@ class PrefixCache:
         """
         return self._need_plug()
 
-    def register_key(self, namespace: Namespace, key: bytes) -> None:
-        """Say that entries under the tree namespace `key` belong to a user's namespace, so that `clear` finds them."""
+    def register_key(self, namespace: Namespace, key: bytes) -> KeyClaim:
+        """Say that entries under the tree namespace `key` belong to a user's namespace, so that `clear` finds them.
+
+        Returns:
+            To be kept until nothing will be stored under the key any more.
+        """
         with self._lock:
             user = canonical_namespace(namespace)
-            self._keys_of.setdefault(user, set()).add(key)
+            claim = self._owners.claim(user, key)
             self._notes.learn(canonical_namespace(key), user)
-
-    def _namespace_of(self, key: bytes) -> bytes:
-        """Canonical namespace of the user that a tree namespace belongs to."""
-        with self._lock:
-            return next((user for user, keys in self._keys_of.items() if key in keys), key)
+            return claim
 
     @property
     def recorder(self) -> StatsRecorder:

@@ -102,6 +102,7 @@ class Record:
         prompt_index: Place among the prompts of a `generate` call; None elsewhere.
         streams: Its sequences.
         counted: Whether its prompt is in the statistics of the cache.
+        claim: Keeps the cache in mind of whose the keys of its blocks are.
     """
 
     rid: Hashable
@@ -113,6 +114,7 @@ class Record:
     prompt_index: int | None = None
     streams: list[Stream] = field(default_factory=list)
     counted: bool = False
+    claim: object = None
 
     @property
     def finished(self) -> bool:

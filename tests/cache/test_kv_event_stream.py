@@ -23,6 +23,7 @@ import radixkv
 from radixkv import PrefixCache
 from radixkv.cache.event_stream import KVEventStream
 from radixkv.core import BlockPool, RadixTree
+from radixkv.core.namespace import canonical_namespace
 from radixkv.errors import InvalidRequestError
 from radixkv.store.layout import KVLayout, LayerLayout
 from tests.cache.kv_event_testkit import Mirror, cached_paths, decode, store
@@ -46,8 +47,6 @@ class Source:
 
 
 def commit(cache, tokens, namespace=None):
-    from radixkv.core.namespace import canonical_namespace
-
     return cache.commit(np.asarray(tokens, np.int64), canonical_namespace(namespace), Source())
 
 
@@ -244,6 +243,41 @@ def test_namespaces_and_media(tiny_llama):
         assert labels[-3:] == [plain, salted, adapted]
         assert len({event["block_hashes"][0] for event in stored}) == 3
         assert all(event["token_ids"] == list(range(1, 13)) for event in stored)
+
+
+def test_a_salt_is_the_users_whenever_the_events_are_read():
+    """Between what is stored and what is sent, the namespace may be cleared."""
+    cache = tiny_cache()
+    key = canonical_namespace(("model", "some weights", canonical_namespace("tenant")))
+    with cache.publish_events(ANY, announce=False, linger_ms=100) as stream, reading(stream) as sub:
+        time.sleep(0.3)
+        for _ in range(3):
+            cache.commit(np.arange(8), key, Source(), canonical_namespace("tenant"))
+            cache.clear("tenant")
+            cache.commit(np.arange(8), canonical_namespace(b"s6:tenant"), Source())
+            cache.clear()
+            stream.flush()
+        cache.commit(np.arange(8), key, Source(), canonical_namespace("tenant"))
+        cache.tree.evict(1)
+        stream.flush()
+        told = []
+        while sub.poll(300):
+            told += decode(sub.recv_multipart()[2])[1]
+    salts = [event["cache_salt"] for event in told if event["type"] == "BlockStored"]
+    assert salts
+    assert set(salts) <= {"tenant", "b8:s6:tenant"}
+    assert salts[-1] == "tenant"
+
+
+def test_one_namespace_for_each_user_costs_no_more_with_time():
+    cache = tiny_cache(num_blocks=16)
+    with cache.publish_events(ANY, linger_ms=0) as stream:
+        for i in range(5000):
+            commit(cache, range(8), f"user {i}")
+        assert stream.flush(30)
+        assert len(cache._owners) <= 256
+        assert len(stream._events._labels) <= 4096
+        assert len(stream._events._announced) <= 16
 
 
 def test_the_engine_publishes_too(tiny_llama):

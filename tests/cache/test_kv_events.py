@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -172,9 +174,14 @@ def fetched(events, newcomers=False):
     return [event for batch in events.collect(newcomers) for event in batch]
 
 
-def listen(tree, **options):
+def listening(tree, **options):
     events = TreeEvents(tree, **options)
     events.start()
+    return events
+
+
+def listen(tree, **options):
+    events = listening(tree, **options)
     list(events.collect())
     return events
 
@@ -230,8 +237,8 @@ def test_clearing_everything_is_one_event():
     assert [type(event).__name__ for event in fetched(events)] == ["AllBlocksCleared", "BlockStored"]
 
 
-def test_a_sequence_that_grows_hashes_only_what_is_new(monkeypatch):
-    """A decode step late in a long context must not walk the whole context in Python."""
+def test_a_sequence_that_grows_costs_only_what_is_new(monkeypatch):
+    """A decode step late in a long context must not copy, or walk, the whole context."""
     from radixkv.cache import event_listener
 
     counted = []
@@ -251,6 +258,9 @@ def test_a_sequence_that_grows_hashes_only_what_is_new(monkeypatch):
     for i in range(20):
         tokens += [i] * 16
         blocks = tree.insert(tokens, np.concatenate((blocks, tree.allocate(1)))).blocks
+        assert events._pending == 16
+        assert [len(change.tokens) for change in events._changes] == [16]
+        assert all(change.tokens.base is None for change in events._changes), "a view keeps the whole"
         fetched(events)
     assert sum(counted) == 20
 
@@ -315,6 +325,90 @@ def test_after_stop_nothing_is_noted():
     events.stop()
     store(tree, range(8))
     assert fetched(events) == []
+
+
+def test_a_tree_is_copied_in_one_go_when_it_starts(monkeypatch):
+    """An object for each node, made under the lock, kept requests waiting ten times as long."""
+    tree = RadixTree(BlockPool(50), 2)
+    for i in range(10):
+        store(tree, [1, 2, i, i, 3], "salt")
+    monkeypatch.setattr(RadixTree, "nodes", lambda self: pytest.fail("one by one"))
+    told = fetched(listening(tree))
+    assert len(told) == 11
+    assert {event.cache_salt for event in told[1:]} == {"salt"}
+
+
+@given(
+    st.binary() | st.sampled_from([b"team:1", b"salt", b"s", b"t", b"s4:evil", b"b3:xyz", b"t2:s4:loras1:a"])
+)
+def test_bytes_are_no_namespace_of_another_kind(name):
+    """Bytes that look like the canonical form of a string are not that string."""
+    tree = RadixTree(BlockPool(8), 2)
+    events = listen(tree)
+    store(tree, [1, 2], name)
+    (stored,) = fetched(events)
+    assert stored.lora_name is None
+    if not name:
+        assert stored.cache_salt is None
+    else:
+        shown = name.decode("utf-8", "backslashreplace")
+        assert stored.cache_salt == f"b{len(name)}:{shown}"
+        encode_batch([stored], 0.0, 0, DIALECTS["vllm"])
+
+
+@given(st.binary())
+def test_any_bytes_have_a_label_that_can_be_sent(namespace):
+    for name in (namespace, canonical_namespace(namespace), canonical_namespace(("lora", namespace))):
+        label = label_of(name)
+        msgpack.packb([label.lora_name, label.salt])
+
+
+@given(st.text(st.characters() | st.integers(0xD800, 0xDFFF).map(chr)))
+def test_any_text_has_a_label_that_can_be_sent(text):
+    for name in (text, ("lora", text), ("lora", text, text)):
+        msgpack.packb(list(label_of(canonical_namespace(name))))
+
+
+@pytest.mark.parametrize(
+    "bad", [lambda name: 1 / 0, lambda name: None, lambda name: (1, 2), lambda name: Label("x", b"y")]
+)
+def test_a_label_that_fails_is_the_canonical_form_for_now(bad, caplog):
+    how = [bad]
+    tree = RadixTree(BlockPool(20), 2)
+    events = listen(tree, label=lambda name: how[0](name))
+    store(tree, [1, 2], "a")
+    store(tree, [3, 4], "a")
+    assert [event.cache_salt for event in fetched(events)] == ["s1:a", "s1:a"]
+    assert caplog.text.count("has no label") == 1
+    how[0] = lambda name: Label("good", "\ud800")
+    store(tree, [5, 6], "a")
+    (stored,) = fetched(events)
+    assert (stored.lora_name, stored.cache_salt) == ("good", "\\ud800")
+
+
+def test_labels_of_many_namespaces_do_not_pile_up(monkeypatch):
+    from radixkv.cache import event_listener
+
+    monkeypatch.setattr(event_listener, "_MOST_LABELS", 16)
+    tree = RadixTree(BlockPool(4), 2)
+    events = listen(tree)
+    for i in range(100):
+        store(tree, [1, 2], f"user {i}")
+        assert [e.cache_salt for e in fetched(events) if type(e).__name__ == "BlockStored"] == [f"user {i}"]
+        assert len(events._labels) <= 16
+
+
+def test_what_a_namespace_is_called_is_settled_when_it_is_stored():
+    users = {canonical_namespace("key"): canonical_namespace("tenant")}
+    tree = RadixTree(BlockPool(20), 2)
+    events = TreeEvents(tree, user_of=lambda key: users.get(key, key))
+    store(tree, [1, 2], "key")
+    events.start()
+    assert fetched(events)[1].cache_salt == "tenant"
+    store(tree, [3, 4], "key")
+    users.clear()  # forgotten before the events are fetched
+    assert fetched(events)[0].cache_salt == "tenant"
+    assert {event.cache_salt for event in fetched(events, newcomers=True)[1:]} == {"tenant"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from radixkv.errors import InvalidRequestError
 from radixkv.observe.histogram import HistogramStats
 from radixkv.observe.metrics import CACHE, ENGINE, Metric, ShownCache, ShownEngine, Value, of_cache, of_engine
 
@@ -48,6 +49,10 @@ class Registration:
         """Whether the cache still exists."""
         return self._cache() is not None
 
+    def shows(self, cache: Any) -> bool:
+        """Whether it is this cache that it shows."""
+        return self._cache() is cache
+
     def values(self) -> dict[str, Value]:
         """All metrics as of now, by name without prefix; empty if the cache is gone."""
         cache = self._cache()
@@ -63,19 +68,26 @@ class _Collector:
         self._lock = threading.Lock()
         self._shown: list[Registration] = []
 
-    def add(self, cache: Any, engine: Any, labels: Mapping[str, str] | None) -> Registration:
+    def add(self, cache: Any, engine: Any, labels: dict[str, str] | None) -> Registration:
         with self._lock:
             self._shown = [one for one in self._shown if one.alive]
-            taken = [one.labels for one in self._shown]
-            if labels is None:
+            for one in self._shown:
+                if one.shows(cache):
+                    raise InvalidRequestError(
+                        f"this cache is shown in this registry already, with the labels {one.labels}: twice, it would "
+                        "count twice in every sum; unregister() that first"
+                    )
+            # A label that another cache has and this one has not is shown empty, which Prometheus takes for none.
+            taken = [_filled(one.labels) for one in self._shown]
+            chosen = labels
+            if chosen is None:
                 chosen = next(
                     {"cache": str(i)} for i in range(len(taken) + 1) if {"cache": str(i)} not in taken
                 )
-            else:
-                chosen = {str(name): str(value) for name, value in labels.items()}
-            if chosen in taken:
-                raise ValueError(
-                    f"the labels {chosen} are those of another cache: give labels that tell the two apart"
+            if _filled(chosen) in taken:
+                raise InvalidRequestError(
+                    f"the labels {chosen} are those of another cache: give labels that tell the two apart (an empty "
+                    "label is the same as none)"
                 )
             made = Registration(self, cache, engine, chosen)
             self._shown.append(made)
@@ -163,8 +175,9 @@ def register(
 
     Raises:
         ImportError: prometheus-client is not installed.
-        ValueError: The engine works in another cache, or another cache has the same labels, or a label's name is
-            none that Prometheus takes.
+        InvalidRequestError: This is no cache, engine or registry; the engine works in another cache; the cache is
+            shown in this registry already, or another one with the same labels, an empty label being none; a label is
+            none that Prometheus takes; or the registry has metrics of these names from somebody else.
     """
     try:
         import prometheus_client
@@ -172,23 +185,28 @@ def register(
         raise ImportError(
             "metrics for Prometheus need prometheus-client: pip install 'radixkv[observe]'"
         ) from error
-    if engine is not None and engine.cache is not cache:
-        raise ValueError("the engine works in another cache: register it with engine.cache")
-    for name in labels or ():
-        if not _is_label(name):
-            raise ValueError(
-                f"{name!r} cannot be the name of a label here: use letters, digits and underscores, and none of "
-                f"{', '.join(sorted(_OWN_LABELS))}"
-            )
+    _require(cache, of_cache, "a PrefixCache")
+    if engine is not None:
+        _require(engine, of_engine, "an Engine")
+        if engine.cache is not cache:
+            raise InvalidRequestError("the engine works in another cache: register it with engine.cache")
+    chosen = None if labels is None else _as_labels(labels)
     if registry is None:
         registry = prometheus_client.REGISTRY
+    if not all(callable(getattr(registry, name, None)) for name in ("register", "unregister", "collect")):
+        raise InvalidRequestError(
+            f"registry is a prometheus_client.CollectorRegistry, got {type(registry).__name__}"
+        )
     with _lock:
         collector = _collectors.get(registry)
         fresh = collector is None
         collector = collector or _Collector()
-        made = collector.add(cache, engine, labels)
+        made = collector.add(cache, engine, chosen)
         if fresh:
-            registry.register(collector)
+            try:
+                registry.register(collector)
+            except ValueError as error:
+                raise InvalidRequestError(f"the registry does not take our metrics: {error}") from error
             _collectors[registry] = collector
     return made
 
@@ -199,6 +217,44 @@ def unregister(registration: Registration) -> None:
 
 
 _OWN_LABELS = {"le", *(metric.label for metric in (*CACHE, *ENGINE) if metric.label)}
+
+
+def _require(thing: Any, read: Callable[[Any], object], kind: str) -> None:
+    """Its values can be read: better found now than in every scrape."""
+    try:
+        read(thing)
+        weakref.ref(thing)
+    except (AttributeError, TypeError) as error:
+        raise InvalidRequestError(f"what is registered must be {kind}, got {type(thing).__name__}") from error
+
+
+def _filled(labels: dict[str, str]) -> dict[str, str]:
+    """Labels as Prometheus tells them apart, which takes an empty one for none."""
+    return {name: value for name, value in labels.items() if value}
+
+
+def _as_labels(labels: Any) -> dict[str, str]:
+    if not isinstance(labels, Mapping):
+        raise InvalidRequestError(
+            f'labels are a mapping such as {{"model_name": "llama"}}, got {type(labels).__name__}'
+        )
+    for name, value in labels.items():
+        if not _is_label(name):
+            raise InvalidRequestError(
+                f"{name!r} cannot be the name of a label here: use letters, digits and underscores, and none of "
+                f"{', '.join(sorted(_OWN_LABELS))}"
+            )
+        if not isinstance(value, (str, int, float)):
+            raise InvalidRequestError(
+                f"label {name}: a value is a text or a number, got {type(value).__name__}"
+            )
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"label {name}: {value!r} cannot be written as UTF-8, as a scrape has to"
+            ) from error
+    return {name: str(value) for name, value in labels.items()}
 
 
 def _is_label(name: str) -> bool:

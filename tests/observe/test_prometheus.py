@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("prometheus_client")
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 import radixkv
+from radixkv.errors import InvalidRequestError
 from radixkv.observe import prometheus
 from radixkv.observe.metrics import CACHE, ENGINE
 
@@ -141,10 +142,10 @@ def test_counters_never_go_down(registry, cache, tiny_llama):
 
 
 def test_several_caches_are_told_apart(registry, cache, tiny_llama):
-    other = radixkv.PrefixCache.for_model(tiny_llama, num_blocks=8)
+    other, another, fourth = (radixkv.PrefixCache.for_model(tiny_llama, num_blocks=8) for _ in range(3))
     first = prometheus.register(cache, registry=registry)
     second = prometheus.register(other, registry=registry)
-    third = prometheus.register(other, registry=registry, labels={"model_name": "x", "replica": 1})
+    third = prometheus.register(another, registry=registry, labels={"model_name": "x", "replica": 1})
     assert [first.labels, second.labels, third.labels] == [
         {"cache": "0"},
         {"cache": "1"},
@@ -157,7 +158,7 @@ def test_several_caches_are_told_apart(registry, cache, tiny_llama):
     assert got.get("prefix_cache_queries_total", model_name="x", replica="1") == 0
     assert got.text.count("# TYPE radixkv:prefix_cache_queries_total counter") == 1
     with pytest.raises(ValueError, match="give labels that tell the two apart"):
-        prometheus.register(cache, registry=registry, labels={"cache": "1"})
+        prometheus.register(fourth, registry=registry, labels={"cache": "1"})
     prometheus.unregister(second)
     second.unregister()
     with prometheus.register(other, registry=registry, labels={"cache": "1"}):
@@ -175,14 +176,81 @@ def test_a_registry_keeps_no_cache_alive(registry, tiny_llama):
     assert "radixkv" not in Scraped(registry).text
 
 
+def test_a_cache_is_shown_once(registry, cache, tiny_llama):
+    first = prometheus.register(cache, registry=registry)
+    for labels in (None, {"m": "x"}, {"cache": "0"}):
+        with pytest.raises(InvalidRequestError, match=r"shown in this registry already, .*'cache': '0'"):
+            prometheus.register(cache, registry=registry, labels=labels)
+    prometheus.register(cache, registry=CollectorRegistry())  # another registry is another matter
+    first.unregister()
+    with prometheus.register(cache, registry=registry, labels={"m": "x"}):
+        assert Scraped(registry).text.count("radixkv:prefix_cache_queries_total{") == 1
+
+
+LABELS = [
+    ({"m": "x"}, {"m": "x", "n": ""}),
+    ({"m": "x", "n": ""}, {"m": "x", "o": ""}),
+    ({}, {"n": ""}),
+    ({"m": ""}, {"n": ""}),
+]
+
+
+@pytest.mark.parametrize("pair", [*LABELS, *(pair[::-1] for pair in LABELS)], ids=str)
+def test_an_empty_label_tells_nothing_apart(registry, cache, tiny_llama, pair):
+    """What Prometheus takes for one series would come twice, and the scrape be refused."""
+    other = radixkv.PrefixCache.for_model(tiny_llama, num_blocks=8)
+    prometheus.register(cache, registry=registry, labels=pair[0])
+    with pytest.raises(InvalidRequestError, match="give labels that tell the two apart"):
+        prometheus.register(other, registry=registry, labels=pair[1])
+    prometheus.register(other, registry=registry, labels={**pair[1], "more": "x"})
+    families = Scraped(registry).families.values()
+    series = [
+        (sample.name, frozenset((name, value) for name, value in sample.labels.items() if value))
+        for family in families
+        for sample in family.samples
+    ]
+    assert len(set(series)) == len(series) > 0
+
+
 def test_what_cannot_be_registered(registry, cache, tiny_llama):
     other = radixkv.PrefixCache.for_model(tiny_llama, num_blocks=8)
-    with pytest.raises(ValueError, match="the engine works in another cache"):
-        prometheus.register(other, radixkv.Engine(tiny_llama, cache=cache), registry=registry)
-    for name in ("reason", "le", "a-b", "", "1a", "__x", 3):
-        with pytest.raises(ValueError, match="cannot be the name of a label"):
-            prometheus.register(cache, registry=registry, labels={name: "x"})
+    engine = radixkv.Engine(tiny_llama, cache=cache)
+    labels = [
+        ({name: "x"}, "cannot be the name of a label")
+        for name in ("reason", "le", "a-b", "", "1a", "__x", 3, "é", None)
+    ]
+    labels += [
+        ({"a": "\ud800"}, "cannot be written as UTF-8"),
+        ({"a": None}, "a value is a text or a number, got NoneType"),
+        ({"a": b"x"}, "a value is a text or a number, got bytes"),
+        ("abc", "labels are a mapping .* got str"),
+        ([("a", "b")], "labels are a mapping .* got list"),
+    ]
+    cases = [
+        *(((cache,), {"labels": given}, reason) for given, reason in labels),
+        ((other, engine), {}, "the engine works in another cache"),
+        ((5,), {}, "must be a PrefixCache, got int"),
+        ((None,), {}, "must be a PrefixCache, got NoneType"),
+        ((cache, 5), {}, "must be an Engine, got int"),
+        ((cache, cache), {}, "must be an Engine, got PrefixCache"),
+        ((cache,), {"registry": 5}, "registry is .* got int"),
+    ]
+    for given, options, reason in cases:
+        with pytest.raises(InvalidRequestError, match=reason):
+            prometheus.register(*given, **{"registry": registry, **options})
     assert Scraped(registry).text.strip() == ""
+    prometheus.register(cache, engine, registry=registry, labels={"a": 'q"\\\n}{x="1', "b": "日本"})
+    assert Scraped(registry).get("prefix_cache_queries_total", a='q"\\\n}{x="1', b="日本") == 0
+
+
+def test_names_that_somebody_else_has(registry, cache):
+    taken = Counter("radixkv:prefix_cache_queries", "x", registry=registry)
+    for _ in "12":
+        with pytest.raises(InvalidRequestError, match="the registry does not take our metrics"):
+            prometheus.register(cache, registry=registry)
+    registry.unregister(taken)
+    prometheus.register(cache, registry=registry)
+    assert Scraped(registry).get("prefix_cache_queries_total") == 0
 
 
 def test_scrapes_while_requests_run(registry, cache, tiny_llama):

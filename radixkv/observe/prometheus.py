@@ -49,15 +49,20 @@ class Registration:
         """Whether the cache still exists."""
         return self._cache() is not None
 
-    def shows(self, cache: Any) -> bool:
-        """Whether it is this cache that it shows."""
-        return self._cache() is cache
+    @property
+    def cache(self) -> Any:
+        """The cache that it shows; None if that is gone."""
+        return self._cache()
 
-    def values(self) -> dict[str, Value]:
-        """All metrics as of now, by name without prefix; empty if the cache is gone."""
-        cache = self._cache()
-        engine = None if self._engine is None else self._engine()
-        values = {} if cache is None else of_cache(cache)
+    @property
+    def engine(self) -> Any:
+        """The engine that it shows; None if there is none, or it is gone."""
+        return None if self._engine is None else self._engine()
+
+    def values(self, *, engine_only: bool = False) -> dict[str, Value]:
+        """All metrics as of now, or those of the engine, by name without prefix; empty if the cache is gone."""
+        cache, engine = self.cache, self.engine
+        values = {} if cache is None or engine_only else of_cache(cache)
         return values if engine is None else {**values, **of_engine(engine)}
 
 
@@ -72,9 +77,10 @@ class _Collector:
         with self._lock:
             self._shown = [one for one in self._shown if one.alive]
             for one in self._shown:
-                if one.shows(cache):
+                if one.cache is cache and (engine is None or one.engine is engine):
+                    what = "cache" if engine is None else "engine"
                     raise InvalidRequestError(
-                        f"this cache is shown in this registry already, with the labels {one.labels}: twice, it would "
+                        f"this {what} is shown in this registry already, with the labels {one.labels}: twice, it would "
                         "count twice in every sum; unregister() that first"
                     )
             # A label that another cache has and this one has not is shown empty, which Prometheus takes for none.
@@ -106,7 +112,11 @@ class _Collector:
         """Called by the registry for each scrape, perhaps in several threads at once."""
         with self._lock:
             shown = list(self._shown)
-        scraped = [(one.labels, one.values()) for one in shown]
+        caches: list[Any] = []  # the cache of several engines is shown with the first of them
+        scraped = []
+        for one in shown:
+            scraped.append((one.labels, one.values(engine_only=any(one.cache is other for other in caches))))
+            caches.append(one.cache)
         # A registry wants the same label names everywhere; an empty label is the same as none.
         names = sorted({name for labels, _ in scraped for name in labels})
         for metric in (*CACHE, *ENGINE):
@@ -161,7 +171,8 @@ def register(
     """Show a cache, and an engine that works in it, in a registry of prometheus-client.
 
     The values are those since the cache was made: `cache.reset_stats()` does not make a counter go down. Neither
-    cache nor engine is kept alive; when the cache is gone, its values are, too.
+    cache nor engine is kept alive; when the cache is gone, its values are, too. Where several engines work in one
+    cache, register it with each of them: its own values are shown once, with the first.
 
     Args:
         cache: A `PrefixCache`.
@@ -175,9 +186,9 @@ def register(
 
     Raises:
         ImportError: prometheus-client is not installed.
-        InvalidRequestError: This is no cache, engine or registry; the engine works in another cache; the cache is
-            shown in this registry already, or another one with the same labels, an empty label being none; a label is
-            none that Prometheus takes; or the registry has metrics of these names from somebody else.
+        InvalidRequestError: This is no cache, engine or registry; the engine works in another cache; the cache or
+            engine is shown in this registry already, or another one with the same labels, an empty label being none;
+            a label is none that Prometheus takes; or the registry has metrics of these names from somebody else.
     """
     try:
         import prometheus_client

@@ -187,6 +187,22 @@ def test_a_cache_is_shown_once(registry, cache, tiny_llama):
         assert Scraped(registry).text.count("radixkv:prefix_cache_queries_total{") == 1
 
 
+def test_several_engines_in_one_cache(registry, cache, tiny_llama):
+    """Each engine is shown, and their cache once."""
+    one, two = (radixkv.Engine(tiny_llama, cache=cache) for _ in "12")
+    first = prometheus.register(cache, one, registry=registry)
+    prometheus.register(cache, two, registry=registry)
+    for engine in (one, two, None):
+        with pytest.raises(InvalidRequestError, match="shown in this registry already"):
+            prometheus.register(cache, engine, registry=registry)
+    two.generate([prompt(0)[0].tolist()], radixkv.SamplingParams(max_new_tokens=3))
+    got = Scraped(registry)
+    assert got.get("prefix_cache_queries_total") == 40  # the only one
+    assert [got.get("generation_tokens_total", cache=name) for name in "01"] == [0, 3]
+    first.unregister()
+    assert Scraped(registry).get("prefix_cache_queries_total", cache="1") == 40
+
+
 LABELS = [
     ({"m": "x"}, {"m": "x", "n": ""}),
     ({"m": "x", "n": ""}, {"m": "x", "o": ""}),

@@ -80,7 +80,7 @@ def make_session(made: argparse.ArgumentParser, args: argparse.Namespace) -> Ses
     if args.double:
         from fake_flashinfer import Double
 
-        double = Double.relaxed()
+        double = Double.relaxed(graphs=True)
     elif not torch.cuda.is_available():
         made.error("torch finds no GPU: to try the script without one, add --double --small")
     output = args.output

@@ -137,6 +137,53 @@ def graphs(session: Session) -> None:
         judge(session, f"replayed graph G{group}", spec(4, group, 128), decodes(RAGGED), run=replay)
 
 
+def engine_graphs(session: Session) -> None:
+    """Whole forwards as graphs, padded and not: logits and pool as without, and nobody else's block touched."""
+    from radixkv import Engine, SamplingParams
+
+    model = tiny_llama(
+        session, torch.float32 if session.small else session.dtype, 16 if session.small else 64
+    )
+    generator = torch.Generator().manual_seed(8)
+    rows = 11 if session.small else 33
+    prompts = [
+        torch.randint(4, 250, (int(length),), generator=generator).tolist()
+        for length in torch.randint(1, 60, (rows,), generator=generator)
+    ]
+    sampling = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=1)
+    found = []
+    for graphs in (False, True):
+        engine = Engine(
+            model, attention=session.backend(), num_tokens=8192, max_num_seqs=rows, cuda_graphs=graphs
+        )
+        for _ in range(2):
+            for tensor in (*engine.cache.store.keys_and_scratch, *engine.cache.store.values_and_scratch):
+                if tensor is not None:  # whoever reads what nobody wrote shows
+                    tensor.fill_(float("nan"))
+            engine.cache.clear()
+            outs = engine.generate(prompts, sampling)
+        found.append(outs)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(*found, strict=True))
+    first = [
+        abs(a.logprobs[1].logprob - b.logprobs[1].logprob)
+        for a, b in zip(*found, strict=True)
+        if a.error is None and b.error is None and a.token_ids[:2] == b.token_ids[:2]
+    ]
+    errors = [str(out.error) for outs in found for out in outs if out.error is not None]
+    wanted = session.on_gpu or session.double is not None
+    right = not errors and max(first, default=1.0) < 0.1 and (engine.num_graph_steps > 0 or not wanted)
+    session.check(
+        "engine with graphs",
+        right,
+        same=same,
+        of=rows,
+        logprob_difference=max(first, default=None),
+        graph_steps=engine.num_graph_steps,
+        reason=engine.no_graphs_reason,
+        errors=errors,
+    )
+
+
 def writes(session: Session) -> None:
     """What the engine writes to the pool lies where it belongs, bit for bit, and nowhere else."""
     from radixkv import KVLayout, KVStore
@@ -204,7 +251,16 @@ def _engine_agrees(session: Session, dtype: torch.dtype, attention: Any, strict:
 
 def correctness(session: Session) -> None:
     """All of it; what is wrong is named, and the rest goes on."""
-    parts = (attention, prefixes, graphs, writes, engine_agrees, swaps_under_load, swaps_in_an_engine)
+    parts = (
+        attention,
+        prefixes,
+        graphs,
+        engine_graphs,
+        writes,
+        engine_agrees,
+        swaps_under_load,
+        swaps_in_an_engine,
+    )
     for part in parts:
         name = part.__name__.replace("_", " ")
         if not session.out_of_time(name):

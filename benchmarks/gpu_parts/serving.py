@@ -195,7 +195,13 @@ def compare(session: Session, title: str, model: Any, rows: int, padded_rounds: 
         max_batched_tokens=most_tokens,
         num_tokens=room,
     )
-    session.note(title, backend=engine._runner.backend.name, one_by_one=engine.fallback_reason)
+    session.attempt(f"{title}: graphs", lambda: record_graphs(session, title, engine, rows))
+    session.note(
+        title,
+        backend=engine._runner.backend.name,
+        one_by_one=engine.fallback_reason,
+        no_graphs=engine.no_graphs_reason,
+    )
     warm = Workload("warm-up", [p[: 8 + i % 5] for i, p in enumerate(loads[1].prompts)], 4, 0)
     ways: dict[str, Callable[[Workload], Answer]] = {
         "engine": lambda load: run_engine(session, engine, load),
@@ -208,6 +214,16 @@ def compare(session: Session, title: str, model: Any, rows: int, padded_rounds: 
         if session.attempt(f"{title}, {name}: warm-up", lambda way=way: way(warm)) is None:
             del ways[name]
     overheads(session, title, engine, loads[1])
+    if engine.num_graph_steps:
+        plain = Engine(
+            model,
+            attention="auto" if session.double is None else session.backend(),
+            cache=engine.cache,
+            max_num_seqs=rows,
+            max_batched_tokens=most_tokens,
+            cuda_graphs=False,
+        )
+        overheads(session, f"{title} without graphs", plain, loads[1])
     for load in loads:
         answers: dict[str, Answer] = {}
         for name, way in ways.items():
@@ -248,6 +264,22 @@ def compare(session: Session, title: str, model: Any, rows: int, padded_rounds: 
             )
 
 
+def record_graphs(session: Session, title: str, engine: Any, rows: int) -> None:
+    """Let the engine record its graphs of all sizes before anything is timed."""
+    from radixkv import SamplingParams
+    from radixkv.engine.graphs import graph_sizes
+
+    def record() -> None:
+        for size in graph_sizes(rows):
+            prompts = [[5 + row, 7] for row in range(size)]
+            engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
+
+    seconds, _ = wall_time(session, record)
+    graphs = engine._runner.graphs
+    sizes = None if graphs is None else graphs.sizes
+    session.note(f"{title}: record graphs", s=seconds, sizes=sizes, reason=engine.no_graphs_reason)
+
+
 # -- what a step takes beside its kernels ---------------------------------------------------------------------------
 
 
@@ -276,7 +308,11 @@ def _step_times(session: Session, engine: Any, load: Workload) -> dict[str, Any]
         raise RuntimeError("the prompts never decoded all at once")
     engine.step()
     seconds, _ = wall_time(session, lambda: [engine.step() for _ in range(plain)])
-    figures: dict[str, Any] = {"step_ms": seconds / plain * 1e3, "rows": len(load.prompts)}
+    figures: dict[str, Any] = {
+        "step_ms": seconds / plain * 1e3,
+        "rows": len(load.prompts),
+        "graph_steps": engine.num_graph_steps,
+    }
     if not session.on_gpu:
         return figures | {"kernel_ms": None}  # what is overhead cannot be told apart on a CPU
     from torch.profiler import ProfilerActivity, profile

@@ -71,12 +71,7 @@ def read_trace(
         InvalidRequestError: The source cannot be read, holds no request, or one that makes no sense; the
             message names the line and says why.
     """
-    if block_size is not None and (
-        isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
-    ):
-        raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise InvalidRequestError(f"limit must be an integer of at least 1, got {limit!r}")
+    check_options(block_size, limit)
     if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
         name = _name_of(source)
         with _opened(source, name) as file:
@@ -85,6 +80,20 @@ def read_trace(
         items = ((number, item) for number, item in enumerate(source, 1))
         return _Reading("requests", block_size, tokenizer, limit, skip_bad).run(items)
     raise InvalidRequestError(f"a trace is a path, a file or an iterable, got {type(source).__name__}")
+
+
+def check_options(block_size: int | None, limit: int | None) -> None:
+    """Make sure that these are numbers of at least 1, or None.
+
+    Raises:
+        InvalidRequestError: They are not.
+    """
+    if block_size is not None and (
+        isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
+    ):
+        raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise InvalidRequestError(f"limit must be an integer of at least 1, got {limit!r}")
 
 
 class _Reading:

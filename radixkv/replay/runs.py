@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from radixkv.core.block_pool import BlockPool
+from radixkv.core.errors import InvalidRequestError
 from radixkv.core.eviction import EvictionPolicy, Retention, make_policy
 from radixkv.core.radix_tree import RadixTree
 from radixkv.replay.optimum import OptimalPolicy, ceiling
@@ -97,9 +97,13 @@ class _TraceClock:
 
 
 def _make(policy: Policy, capacity: int, clock: _TraceClock) -> EvictionPolicy:
-    made = make_policy(policy, capacity) if isinstance(policy, str) else policy(capacity)
-    if "clock" in inspect.signature(type(made)).parameters:
-        return type(made)(capacity, clock=clock)  # type: ignore[call-arg]
+    made = policy if isinstance(policy, str) else policy(capacity)
+    if not isinstance(made, (str, EvictionPolicy)):
+        raise InvalidRequestError(
+            f"{policy!r} is no policy: called with a number of blocks, it gave {made!r}"
+        )
+    made = make_policy(made, capacity)
+    made.use_clock(clock)
     return made
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +13,9 @@ from radixkv.core.eviction import policy_names
 from radixkv.replay.capacities import ladder, parse_capacity
 from radixkv.replay.kv_size import KVSize, kv_size
 from radixkv.replay.optimum import ceiling
-from radixkv.replay.reading import Progress, read_trace
-from radixkv.replay.runs import OPTIMA, OPTIMAL, OPTIMAL_PIN, Policy, Run, inside_blocks, run, run_unlimited
+from radixkv.replay.processes import require_processes, run_all
+from radixkv.replay.reading import Progress, check_options, read_trace
+from radixkv.replay.runs import OPTIMA, OPTIMAL, OPTIMAL_PIN, Policy, Run, inside_blocks, run_unlimited
 from radixkv.replay.trace import Trace
 
 __all__ = ["PolicyResult", "ReplayResult", "default_policies", "simulate"]
@@ -112,12 +110,13 @@ def simulate(
         policy: One or several: names of `radixkv.core.policy_names()`, `"optimal"`, `"optimal-pin"`, or classes of
             policies. None: see `default_policies`.
         block_size: Tokens in a block: with hash ids, those of the trace (default 512), else those of the
-            cache (default 16).
-        tokenizer: For traces of texts; see `read_trace`.
+            cache (default 16). A `Trace` has one already, which this must agree with.
+        tokenizer: For traces of texts that are yet to be read; see `read_trace`.
         model_config: The model that the KV is of, for sizes in bytes; see `kv_size`.
         limit: Read so many requests at most.
         skip_bad: Leave out requests that make no sense, or are longer than the smallest capacity.
-        jobs: Processes that replay at the same time.
+        jobs: Processes that replay at the same time. They import the script that calls this, which must therefore do
+            so below `if __name__ == "__main__":`; policies that are no names must be importable.
         progress: Called now and then with what is being done, how much of it is done, and of how much.
 
     Raises:
@@ -127,6 +126,9 @@ def simulate(
     policies = _policies(policy)
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
         raise InvalidRequestError(f"jobs must be an integer of at least 1, got {jobs!r}")
+    if jobs > 1:
+        require_processes(policies)
+    check_options(block_size, limit)
     size = None if model_config is None else kv_size(model_config)
     given = None if capacity is None else _listed(capacity)
     for text in given or ():
@@ -140,8 +142,12 @@ def simulate(
             skip_bad=skip_bad,
             progress=progress,
         )
-    elif limit is not None and limit < len(trace):
-        trace = Trace(trace.name, trace.shape, trace.block_size, trace.requests[:limit], trace.num_skipped)
+    else:
+        _require_read_so(trace, block_size, tokenizer)
+        if limit is not None and limit < len(trace):
+            trace = Trace(
+                trace.name, trace.shape, trace.block_size, trace.requests[:limit], trace.num_skipped
+            )
 
     steps = None if progress is None else _Steps(progress, len(trace))
     # Without a capacity, how many blocks there are to fill must be known before anything else.
@@ -156,25 +162,32 @@ def simulate(
         unlimited = run_unlimited(trace, steps)
     trace.require_room(min(capacities))
 
-    todo = [(number, blocks) for blocks in capacities for number in range(len(policies))]
     # A pool that is larger than what is ever needed at once does the same as one that is just large enough.
-    pools = [(number, min(blocks, unlimited.peak_blocks)) for number, blocks in todo]
+    pools = {blocks: min(blocks, unlimited.peak_blocks) for blocks in capacities}
+    todo = [(number, pool) for pool in dict.fromkeys(pools.values()) for number in range(len(policies))]
     if steps is not None:
         steps.expect(len(todo) * len(trace))
-    runs = dict(zip(todo, _run_all(trace, policies, pools, jobs, steps), strict=True))
+    runs = dict(zip(todo, run_all(trace, policies, todo, jobs, steps), strict=True))
+    best = {
+        # With tokens, that is what the optimum is.
+        pool: runs[policies.index(OPTIMAL), pool].hit_blocks
+        if OPTIMAL in policies and not trace.by_blocks
+        else ceiling(trace.paths, pool)
+        for pool in dict.fromkeys(pools.values())
+    }
     inside = inside_blocks(trace, unlimited)
+    for number, pool in todo:
+        if policies[number] in OPTIMA:
+            runs[number, pool].hit_tokens += inside
     results = []
-    for blocks in capacities:
-        best = ceiling(trace.paths, blocks)
+    for blocks, pool in pools.items():
         pinned = None
         if trace.by_blocks and OPTIMAL_PIN in policies:
-            pinned = runs[policies.index(OPTIMAL_PIN), blocks].hit_blocks
+            pinned = runs[policies.index(OPTIMAL_PIN), pool].hit_blocks
         for number, which in enumerate(policies):
-            found = runs[number, blocks]
-            if which in OPTIMA:
-                found.hit_tokens += inside
+            found = runs[number, pool]
             bound = None if which == OPTIMAL else pinned
-            results.append(_result(trace, which, blocks, size, found, best, bound))
+            results.append(_result(trace, which, blocks, size, found, best[pool], bound))
     return ReplayResult(_describe(trace, unlimited, size), results, size)
 
 
@@ -186,9 +199,21 @@ def _listed(capacity: int | str | Iterable[int | str]) -> list[int | str]:
     return [int(c) if isinstance(c, np.integer) else c for c in listed]
 
 
+def _require_read_so(trace: Trace, block_size: int | None, tokenizer: Any) -> None:
+    """A trace that is read already: what says how to read it must agree with how it was."""
+    if block_size is not None and block_size != trace.block_size:
+        raise InvalidRequestError(
+            f"block_size is {block_size}, but the trace was read with {trace.block_size}: give it to read_trace"
+        )
+    if tokenizer is not None:
+        raise InvalidRequestError("the trace is read already: give the tokenizer to read_trace")
+
+
 def _policies(policy: Policy | Iterable[Policy] | None) -> list[Policy]:
     if policy is None:
         return list(default_policies())
+    if not isinstance(policy, str) and not callable(policy) and not isinstance(policy, Iterable):
+        raise InvalidRequestError(f"a policy is a name or a class, got {policy!r}")
     chosen = [policy] if isinstance(policy, str) or callable(policy) else list(policy)
     known = [*policy_names(), *OPTIMA]
     for which in chosen:
@@ -217,48 +242,6 @@ class _Steps:
         """So many more are done."""
         self._done += done
         self._progress("Replaying", self._done, max(self._done, self._total))
-
-
-def _run_all(
-    trace: Trace,
-    policies: list[Policy],
-    todo: list[tuple[int, int]],
-    jobs: int,
-    steps: Callable[[int], None] | None,
-) -> list[Run]:
-    if jobs == 1 or len(todo) == 1:
-        return [run(trace, policies[number], blocks, steps) for number, blocks in todo]
-    trace.paths.next_uses(0)  # once, before there are several processes
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a progress bar has a thread, which a fork would not survive
-    with ProcessPoolExecutor(min(jobs, len(todo)), context, _start, (trace, policies)) as pool:
-        try:
-            runs = []
-            for found in pool.map(_run_one, todo):
-                runs.append(found)
-                if steps is not None:
-                    steps(len(trace))
-            return runs
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-_work: tuple[Trace, list[Policy]]
-
-
-def _start(trace: Trace, policies: list[Policy]) -> None:
-    """In a process of its own: what all its runs have in common."""
-    global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
-    _work = trace, policies
-
-
-def _run_one(which: tuple[int, int]) -> Run:
-    trace, policies = _work
-    number, blocks = which
-    return run(trace, policies[number], blocks)
 
 
 def _result(

@@ -7,14 +7,16 @@ import math
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 
 import radixkv
 from radixkv.core import PriorityPolicy, policy_names
 from radixkv.core.block_states import fill
+from radixkv.core.policies.retention import RetentionPolicy
 from radixkv.errors import InvalidRequestError
-from radixkv.replay import OPTIMA, default_policies, read_trace, simulate
+from radixkv.replay import OPTIMA, ceiling, default_policies, read_trace, simulate
 
 
 def chats(num, seed=0, symbols=6):
@@ -127,6 +129,78 @@ def test_a_class_is_a_policy():
     assert own.hit_tokens == fifo.hit_tokens
 
 
+class Counting(RetentionPolicy):
+    """Takes arguments of its own, and a clock; counts how often one is made."""
+
+    name = "counting"
+    made = 0
+
+    def __init__(self, num_blocks, weight, clock=time.monotonic):
+        super().__init__(num_blocks, clock)
+        self.weight = weight
+        Counting.made += 1
+
+    def on_request(self, index, num_hit, tokens, seed, now):
+        assert self.weight == 7
+        super().on_request(index, num_hit, tokens, seed, now)
+
+
+@pytest.mark.parametrize("shape", [chats, blocks])
+def test_a_policy_is_made_once_as_it_was_asked_for_and_has_the_time_of_the_trace(shape):
+    Counting.made = 0
+    items = [{**item, "timestamp": 1000 * i} for i, item in enumerate(shape(120))]
+    for item in items[::3]:
+        item.update(priority=5, ttl=20.0)
+    options = {"capacity": 90, "block_size": 4 if shape is chats else 512}
+    ours, theirs = simulate(items, policy=[lambda n: Counting(n, weight=7), "priority"], **options).results
+    assert Counting.made == 1
+    assert ours.hit_tokens == theirs.hit_tokens
+    assert ours.hit_tokens != simulate(items, policy="lru", **options).results[0].hit_tokens
+    for item in items[::3]:
+        item["ttl"] = 1e9
+    forever = simulate(items, policy="priority", **options).results[0]
+    assert ours.hit_tokens != forever.hit_tokens, "time passes"
+
+
+@pytest.mark.parametrize("shape", [chats, blocks])
+@pytest.mark.parametrize("policies", [["lru"], ["optimal"], ["lru", *OPTIMA]])
+def test_the_ceiling_is_computed_once_for_each_capacity(shape, policies, monkeypatch):
+    asked = []
+
+    def counting(paths, capacity):
+        asked.append(capacity)
+        return ceiling(paths, capacity)
+
+    for module in ("simulation", "runs"):
+        monkeypatch.setattr(f"radixkv.replay.{module}.ceiling", counting)
+    trace = read_trace(shape(60), block_size=4 if shape is chats else 512)
+    most = simulate(trace, capacity=10**6, policy="lru").trace["unlimited"]["blocks"]
+    assert most > 90
+    asked.clear()
+    capacities = [90, most + 50, most + 100]
+    rows = simulate(trace, capacity=capacities, policy=policies).results
+    assert sorted(asked) == [90, most]
+    assert rows == [row for c in capacities for row in simulate(trace, capacity=c, policy=policies).results]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_script_that_asks_for_processes(tmp_path, guarded):
+    script = tmp_path / "script.py"
+    call = "print(len(simulate([{'token_ids': [1, 2, 3]}] * 3, capacity=10, policy=['lru', 'fifo'], jobs=2).results))"
+    if guarded:
+        call = f"if __name__ == '__main__':\n    {call}"
+    script.write_text(f"from radixkv.replay import simulate\n{call}\n")
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    if guarded:
+        assert (found.returncode, found.stdout) == (0, "2\n"), found.stderr
+    else:
+        assert found.returncode == 1
+        last = found.stderr.strip().splitlines()[-1]
+        assert "InvalidRequestError: jobs=2" in last
+        assert 'call simulate below if __name__ == "__main__":' in last
+        assert "bootstrapping" not in found.stderr, "nothing is said twice"
+
+
 def test_several_processes_find_the_same():
     trace = read_trace(chats(100), block_size=4)
     calls = []
@@ -161,6 +235,11 @@ def test_requests_longer_than_the_capacity():
         ({"policy": "lur"}, "unknown policy 'lur': there is .*lru.*, optimal, optimal-pin"),
         ({"policy": []}, "no policy"),
         ({"policy": [3]}, "a name or a class"),
+        ({"policy": 3}, "a name or a class"),
+        ({"policy": OldestFirst(5)}, "a name or a class"),
+        ({"policy": lambda num_blocks: num_blocks}, "is no policy"),
+        ({"policy": lambda num_blocks: OldestFirst(num_blocks + 1)}, "made for"),
+        ({"policy": lambda num_blocks: OldestFirst(num_blocks), "jobs": 2}, "other processes"),
         ({"capacity": []}, "capacity is"),
         ({"capacity": 2.5}, "capacity is"),
         ({"capacity": "x"}, "cannot be understood"),
@@ -173,6 +252,25 @@ def test_requests_longer_than_the_capacity():
 def test_nonsense_is_refused(options, reason):
     with pytest.raises(InvalidRequestError, match=reason):
         simulate(chats(3), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"block_size": 32}, "the trace was read with 4"),
+        ({"tokenizer": "some/model"}, "read already"),
+        ({"block_size": 4.0}, "an integer of at least 1"),
+        ({"block_size": True}, "an integer of at least 1"),
+        ({"limit": 0}, "an integer of at least 1"),
+        ({"limit": -1}, "an integer of at least 1"),
+        ({"limit": 2.5}, "an integer of at least 1"),
+    ],
+)
+def test_options_that_come_too_late_for_a_trace(options, reason):
+    trace = read_trace(chats(3), block_size=4)
+    with pytest.raises(InvalidRequestError, match=reason):
+        simulate(trace, capacity=100, policy="lru", **options)
+    assert simulate(trace, capacity=100, policy="lru", block_size=4, limit=3).trace["block_size"] == 4
 
 
 def test_options_are_refused_before_the_trace_is_read():

@@ -11,11 +11,13 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from radixkv.attention import AttentionSpec
 from radixkv.attention.flashinfer_choice import version_problem
+from radixkv.attention.flashinfer_graphs import GraphAttention, StepBuffers
 from radixkv.attention.flashinfer_kinds import can_merge
 from tests.attention.attention_testkit import make_scene, run
 from tests.attention.fake_flashinfer import Double
@@ -60,6 +62,17 @@ def recorded_calls():
                     spec, levels(decodes, prompts, own=2), dtype=torch.bfloat16, sinks=decodes > prompts
                 )
                 run(backend, scene)
+    for spec in specs:
+        backend = over_double(double=double)
+        buffers = StepBuffers(backend.transfers, [spec.window], 4, 16, 4)
+        attention = GraphAttention(backend, [spec], torch.bfloat16, 4, buffers, 16)
+        attention.plan(np.array([33, 1, 17]))
+        tables = np.arange(12, dtype=np.int32).reshape(3, 4)
+        buffers.send(np.zeros((3, 4), np.int64), attention.tables, tables, 1, 12)
+        query = torch.zeros(4, spec.num_heads, 64, dtype=torch.bfloat16)
+        keys, values = (torch.zeros(13, 16, spec.num_kv_heads, 64, dtype=torch.bfloat16) for _ in range(2))
+        for sinks in (None, torch.zeros(spec.num_heads)):
+            attention.run(spec, query, keys, values, sinks)
     return list(double.calls)
 
 
@@ -81,6 +94,7 @@ def test_every_call_fits_the_real_signature(calls):
             signature.bind(*method, *args, **kwargs)
     methods = [f"{wrapper}.{method}" for wrapper in WRAPPERS for method in ("plan", "run")]
     assert seen == {*WRAPPERS, *methods, "merge_state_in_place"}
+    assert any(kwargs.get("use_cuda_graph") for _, _, kwargs in calls)
 
 
 def test_the_calls_are_those_that_were_read(calls):

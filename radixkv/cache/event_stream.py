@@ -19,7 +19,7 @@ __all__ = ["KVEventStream"]
 class KVEventStream:
     """Publishes what a tree caches, until `close()` or until the tree is gone; also a context manager.
 
-    The first batch says that nothing is cached, and then what is. So does one more whenever a reader subscribes,
+    The first batch says that nothing is cached, and then what is. So does one more when a reader subscribes,
     which therefore need not have been there from the start.
 
     Made by `PrefixCache.publish_events`; a bare `RadixTree` will do, too.
@@ -98,7 +98,7 @@ class KVEventStream:
 
     @property
     def num_dropped_batches(self) -> int:
-        """Times that the cache was ahead of the thread by so much that all had to be announced anew."""
+        """Times that all had to be announced anew: the cache was too far ahead of the thread, or something failed."""
         return self._publisher.num_dropped_batches
 
     @property

@@ -35,8 +35,10 @@ class KVEventPublisher:
         hwm: Messages queued by ZeroMQ for one reader before it loses some.
         max_queue_size: Batches of `publish` that may wait for the thread.
         linger_ms: How long events are gathered into one batch.
-        source: Where events come from beside `publish`; asked after each `wake()`.
-        announce: Ask the source for everything that is cached whenever a reader subscribes.
+        source: Where events come from beside `publish`; asked after each `wake()`. After one that raised it is asked
+            again by itself, less and less often.
+        announce: Ask the source for everything that is cached when a reader subscribes: at once for the first one,
+            then every 5 seconds at most, and for no more than a twentieth of the time.
 
     Raises:
         ValueError: An option makes no sense.
@@ -90,7 +92,7 @@ class KVEventPublisher:
         self.replay_endpoint = sender.sockets.replay_endpoint
         sender.thread.start()
         # When nobody holds this object any more; the thread does not. A collection of garbage must not wait.
-        self._finalizer = weakref.finalize(self, sender.stop, 0.0)
+        self._finalizer = weakref.finalize(self, sender.ask_to_stop)
         self._finalizer.atexit = False
 
     @property
@@ -100,7 +102,7 @@ class KVEventPublisher:
 
     @property
     def num_dropped_batches(self) -> int:
-        """Batches that did not fit into the queue: gaps in the numbers that replay cannot fill."""
+        """Batches that did not fit into the queue, or could not be sent: gaps in the numbers that replay cannot fill."""
         return self._sender.num_dropped
 
     @property
@@ -126,7 +128,7 @@ class KVEventPublisher:
         self._sender.ring()
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until all that was published before is handed to ZeroMQ; False if that took too long."""
+        """Wait until all that was published before is handed to ZeroMQ; False if that took too long, or fails."""
         return self._sender.flush(timeout)
 
     def close(self, timeout: float = 3.0) -> bool:

@@ -29,7 +29,11 @@ EventSource = Callable[[bool], Iterable[Sequence[KVCacheEvent]]]
 
 _log = logging.getLogger(__name__)
 
-_ANNOUNCE_SECONDS = 0.5  # between two announcements of everything: many readers may come at once
+# Between two announcements of everything, which all readers get: a reader that comes and goes must neither keep the
+# others from their work nor keep this thread busy.
+_ANNOUNCE_SECONDS = 5.0
+_ANNOUNCE_SHARE = 20  # times as long as the last one took
+_RETRY_SECONDS = 0.1, 10.0  # after a failure of the source: the first time, and at most
 _END = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBED = b"\x01"  # first byte of what an XPUB socket receives from a new reader
 
@@ -108,15 +112,19 @@ class Sender:
         announce: bool,
     ) -> None:
         self.sockets, self._dialect, self._rank, self._kept = sockets, dialect, rank, kept
-        self._linger, self._source, self._announce = linger, source, announce
+        self._linger, self._source, self._announce = linger, source, announce and source is not None
         self._queue: deque[list[Any]] = deque()  # [events, batches dropped right after them]
         self._most_queued = max_queue_size
-        self._state = threading.Condition(threading.Lock())
+        # Reentrant: a collection of garbage may run other people's finalizers anywhere, and they may come here.
+        self._state = threading.Condition(threading.RLock())
         self._asked = self._done = 0  # flushes
         self._rung = False
         self._hurry = False
         self._newcomers: float | None = None  # when the first of them came
         self._announced_at = -1e9
+        self._announce_took = 0.0
+        self._retry_at: float | None = None  # when to ask the source again, which failed
+        self._retry_after = _RETRY_SECONDS[0]
         self.num_sent = self.num_dropped = self.next_sequence = 0
         self.stopping = self._finished = self._abandoned = False
         self._bell, self._ear = socket.socketpair()
@@ -159,13 +167,16 @@ class Sender:
             self._state.wait_for(lambda: self._done >= ticket or self._finished, timeout)
             return self._done >= ticket
 
-    def stop(self, timeout: float) -> bool:
-        with self._state:
-            self.stopping = self._hurry = True
-        if self._abandoned:
-            return True
+    def ask_to_stop(self) -> None:
+        """Takes no lock and waits for nothing: a finalizer may run on any thread, in the middle of anything."""
+        self.stopping = self._hurry = True
         self._rung = False
         self.ring()
+
+    def stop(self, timeout: float) -> bool:
+        self.ask_to_stop()
+        if self._abandoned:
+            return True
         if threading.current_thread() is self.thread or not self.thread.is_alive():
             return self._finished
         self.thread.join(timeout)
@@ -174,7 +185,7 @@ class Sender:
     def abandon(self) -> None:
         """In a forked child: the sockets are the parent's, and the thread is not here."""
         self._abandoned = self.stopping = True
-        self._state = threading.Condition(threading.Lock())
+        self._state = threading.Condition(threading.RLock())
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -187,11 +198,13 @@ class Sender:
         try:
             while True:
                 with self._state:
-                    ticket, last, self._hurry = self._asked, self.stopping, False
+                    ticket, last = self._asked, self.stopping
+                    at_once, self._hurry = self._hurry, False
                 self._rung = False
-                self._send_all()
+                sent = self._send_all(at_once)
                 with self._state:
-                    self._done = ticket
+                    if sent:
+                        self._done = ticket
                     self._state.notify_all()
                 if last:
                     break
@@ -209,7 +222,9 @@ class Sender:
         heard: float | None = None
         while not (self._hurry and heard is not None):
             due = [] if heard is None else [heard + self._linger]
-            if self._newcomers is not None:
+            if self._retry_at is not None:
+                due.append(self._retry_at)
+            elif self._newcomers is not None:
                 due.append(self._announce_at())
             rest = min(due) - time.monotonic() if due else None
             if rest is not None and rest <= 0:
@@ -226,22 +241,49 @@ class Sender:
 
     def _announce_at(self) -> float:
         assert self._newcomers is not None
-        return max(self._newcomers + self._linger, self._announced_at + _ANNOUNCE_SECONDS)
+        pause = max(_ANNOUNCE_SECONDS, _ANNOUNCE_SHARE * self._announce_took)
+        return max(self._newcomers + self._linger, self._announced_at + pause)
 
-    def _send_all(self) -> None:
-        newcomers = self._newcomers is not None and time.monotonic() >= self._announce_at()
-        if newcomers:
-            self._newcomers = None
-            self._announced_at = time.monotonic()
-        if self._source is not None:
-            self._guarded(lambda: self._send_from_source(newcomers))
+    def _send_all(self, at_once: bool) -> bool:
+        """Send what there is; False if the source failed, and is to be asked again.
+
+        Args:
+            at_once: Ask the source even if it failed a moment ago.
+        """
+        sent = self._retry_at is None
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            at_once = True
+        if self._source is not None and (sent or at_once):
+            sent = self._ask_source()
         for _ in range(
             len(self._queue)
         ):  # what comes meanwhile waits, so that replay requests get their turn
             events, dropped = self._next()
-            if events:
-                self._guarded(lambda events=events: self._send(events))  # type: ignore[misc]
+            if events and not self._guarded(lambda events=events: self._send(events)):  # type: ignore[misc]
+                self._skip()
             self.next_sequence += dropped
+        return sent
+
+    def _ask_source(self) -> bool:
+        waiting = self._newcomers
+        newcomers = waiting is not None and time.monotonic() >= self._announce_at()
+        if newcomers:
+            self._newcomers = None
+        begin = time.monotonic()
+        sent = self._guarded(lambda: self._send_from_source(newcomers))
+        if not sent:
+            # Something is lost, which readers see by a number that is left out.
+            self._skip()
+            if newcomers:
+                self._newcomers = waiting
+            self._retry_at = time.monotonic() + self._retry_after
+            self._retry_after = min(2 * self._retry_after, _RETRY_SECONDS[1])
+            return False
+        self._retry_at, self._retry_after = None, _RETRY_SECONDS[0]
+        if newcomers:
+            self._announced_at = time.monotonic()
+            self._announce_took = self._announced_at - begin
+        return True
 
     def _send_from_source(self, newcomers: bool) -> None:
         assert self._source is not None
@@ -249,8 +291,11 @@ class Sender:
             if events:
                 self._send(events)
             else:
-                self.num_dropped += 1
-                self.next_sequence += 1
+                self._skip()
+
+    def _skip(self) -> None:
+        self.num_dropped += 1
+        self.next_sequence += 1
 
     def _next(self) -> tuple[list[KVCacheEvent], int]:
         with self._state:
@@ -260,8 +305,8 @@ class Sender:
     def _send(self, events: Sequence[KVCacheEvent]) -> None:
         payload = encode_batch(events, time.time(), self._rank, self._dialect)
         number = self.next_sequence
-        self.next_sequence += 1
         self.sockets.pub.send_multipart((self.sockets.topic, number.to_bytes(8, "big"), payload))
+        self.next_sequence += 1
         self.num_sent += 1
         if self.sockets.replay is not None:
             self._kept.add(number, payload)
@@ -290,12 +335,14 @@ class Sender:
         end = [b""] if topic else []
         self.sockets.replay.send_multipart([*envelope, *end, _END, b""])
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """One message that cannot be sent must not end the stream."""
+    def _guarded(self, action: Callable[[], None]) -> bool:
+        """One message that cannot be sent must not end the stream. Returns whether it was."""
         try:
             action()
         except Exception:
             _log.exception("KV events: a batch or an answer was not sent")
+            return False
+        return True
 
 
 senders: weakref.WeakSet[Sender] = weakref.WeakSet()

@@ -269,6 +269,32 @@ def test_a_salt_is_the_users_whenever_the_events_are_read():
     assert salts[-1] == "tenant"
 
 
+def test_a_stream_that_failed_once_recovers_by_itself(monkeypatch):
+    tree = RadixTree(BlockPool(50), 4)
+    with KVEventStream(tree, ANY) as stream, reading(stream) as sub:
+        mirror = Mirror(4)
+        follow(sub, mirror, 1000)
+        translate, failures = stream._events._translate, []
+
+        def failing(changes):
+            if len(failures) < 2:
+                failures.append(changes)
+                raise RuntimeError("once")
+            return translate(changes)
+
+        monkeypatch.setattr(stream._events, "_translate", failing)
+        store(tree, range(10))
+        numbers = follow(sub, mirror, 1000)
+        assert mirror.paths().keys() == cached_paths(tree, {b"": (None, None)}).keys()
+        assert len(mirror.blocks) == 2
+        assert failures
+        assert stream.num_dropped_batches == 1
+        store(tree, range(50, 60))
+        assert follow(sub, mirror, 1000)[0] == numbers[-1] + 2
+        assert mirror.paths().keys() == cached_paths(tree, {b"": (None, None)}).keys()
+        assert len(mirror.blocks) == 4
+
+
 def test_one_namespace_for_each_user_costs_no_more_with_time():
     cache = tiny_cache(num_blocks=16)
     with cache.publish_events(ANY, linger_ms=0) as stream:

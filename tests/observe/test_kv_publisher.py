@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import msgpack
 import pytest
 import zmq
 
+from radixkv.observe import kv_sender
 from radixkv.observe.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -256,7 +258,8 @@ def test_a_full_queue_never_blocks_and_leaves_a_gap(sockets):
         assert [number for _, number, _ in received(sub)] == [*range(10), 25]
 
 
-def test_a_late_reader_is_told_everything(sockets):
+def test_a_late_reader_is_told_everything(sockets, monkeypatch):
+    monkeypatch.setattr(kv_sender, "_ANNOUNCE_SECONDS", 0.5)
     asked = []
 
     def source(newcomers):
@@ -282,6 +285,125 @@ def test_many_readers_at_once_are_told_together(sockets):
             sockets(zmq.SUB, publisher.endpoint)
         time.sleep(1.3)
         assert 1 <= asked.count(True) <= 3
+
+
+@pytest.mark.parametrize("took", [0.0, 0.2])
+def test_a_reader_that_comes_and_goes_does_not_keep_the_others_busy(sockets, monkeypatch, took):
+    """The first is told everything at once; then all are, so often, or for so large a share of the time, at most."""
+    monkeypatch.setattr(kv_sender, "_ANNOUNCE_SECONDS", 0.1 if took else 1.0)
+    monkeypatch.setattr(kv_sender, "_ANNOUNCE_SHARE", 5)
+    asked = []
+
+    def source(newcomers):
+        if newcomers:
+            asked.append(time.monotonic())
+            time.sleep(took)
+            yield [AllBlocksCleared()]
+
+    with KVEventPublisher(ANY, source=source) as publisher:
+        begin = time.monotonic()
+        context = zmq.Context()
+        while time.monotonic() - begin < 3:
+            flapping = context.socket(zmq.SUB)
+            flapping.setsockopt(zmq.SUBSCRIBE, b"")
+            flapping.connect(publisher.endpoint)
+            time.sleep(0.05)
+            flapping.close(0)
+        context.term()
+    assert 2 <= len(asked) <= 5
+    assert asked[0] - begin < 0.9
+    assert min(b - a for a, b in itertools.pairwise(asked)) >= 0.99
+
+
+def test_a_source_that_fails_is_asked_again(sockets, caplog):
+    """Without anybody waking it; what was lost leaves gaps, and the reader who came is not forgotten."""
+    asked = []
+
+    def source(newcomers):
+        asked.append(newcomers)
+        if len(asked) == 1:
+            return
+        yield events(len(asked))
+        if len(asked) < 4:
+            raise RuntimeError("not now")
+
+    with KVEventPublisher(ANY, source=source, linger_ms=0) as publisher:
+        sub = sockets(zmq.SUB, publisher.endpoint)
+        got = received(sub, 1500)
+        assert [(number, told[0]["token_ids"][0]) for _, number, (_, told, _) in got] == [
+            (0, 2),
+            (2, 3),
+            (4, 4),
+        ]
+        assert asked == [False, True, True, True]
+        assert publisher.num_dropped_batches == 2
+        assert publisher.flush()
+    assert caplog.text.count("was not sent") == 2
+
+
+def test_a_source_that_fails_is_asked_less_and_less(sockets, caplog):
+    asked = []
+
+    def source(newcomers):
+        asked.append(newcomers)
+        raise RuntimeError("never")
+
+    publisher = KVEventPublisher(ANY, source=source, linger_ms=0)
+    sockets(zmq.SUB, publisher.endpoint)
+    begin, busy = time.monotonic(), time.process_time()
+    while time.monotonic() - begin < 1.5:
+        publisher.wake()
+        time.sleep(0.01)
+    assert 3 <= len(asked) <= 6
+    assert time.process_time() - busy < 0.9
+    assert not publisher.flush(0.3)
+    publisher.publish(events(1))
+    assert publisher.close()
+    assert publisher.num_batches == 1, "what others publish goes out all the same"
+
+
+def test_a_batch_that_cannot_be_written_leaves_a_gap(sockets, caplog):
+    with KVEventPublisher(ANY) as publisher:
+        sub = sockets(zmq.SUB, publisher.endpoint)
+        last = joined(publisher, sub)
+        publisher.publish([BlockStored([object()], None, [], 1, None, None, None)])
+        publisher.publish(events(9))
+        assert publisher.flush()
+        assert [number for _, number, _ in received(sub)] == [last + 2]
+        assert publisher.num_dropped_batches == 1
+
+
+def test_garbage_collected_on_the_sending_thread_in_the_middle_of_its_work():
+    """The finalizer of a forgotten publisher runs wherever the collector happens to run."""
+    code = """
+    import faulthandler, gc, threading, time
+    faulthandler.dump_traceback_later(20, exit=True)
+    from radixkv.observe.kv_events import KVEventPublisher
+    gc.disable()
+
+    def make():
+        publisher = KVEventPublisher("tcp://127.0.0.1:*")
+        publisher.flush()
+        publisher.itself = publisher
+        return publisher._sender
+
+    sender = make()
+    notify = sender._state.notify_all
+
+    def notify_all():
+        if threading.current_thread() is sender.thread:
+            gc.collect()  # an automatic collection would come just here
+        notify()
+
+    sender._state.notify_all = notify_all
+    sender.ring()
+    sender.thread.join(10)
+    print(sender.thread.is_alive(), sender._state.acquire(timeout=1))
+    """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert (child.returncode, child.stdout) == (0, "False True\n"), child.stderr
 
 
 def test_announce_can_be_left_off(sockets):

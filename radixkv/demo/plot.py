@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from radixkv.core.whole_files import replacing
 from radixkv.demo.errors import DemoError
 from radixkv.demo.report import summarise
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from radixkv.demo.runner import DemoResult, WorkloadResult
 
 SUFFIXES = (".png", ".svg")
+# Of the file that is written and then renamed: short, where the name of the plot may be as long as a name can be.
+_TEMPORARY = ".plot-"
 # Distinguishable in print and for the colour-blind.
 _COLOURS = {"without": "#b0b7c3", "with": "#1f6f8b"}
 
@@ -25,12 +27,22 @@ def check_plot_path(path: Path) -> None:
     """Raise `DemoError` if a plot cannot be written there: better before the work than after it."""
     if path.suffix.lower() not in SUFFIXES:
         raise DemoError(f"--plot {path}: the file must end in {' or '.join(SUFFIXES)}")
-    if path.is_dir():
-        raise DemoError(f"--plot {path}: this is a folder, give a file")
-    if not path.absolute().parent.is_dir():
-        raise DemoError(f"--plot {path}: the folder {path.absolute().parent} does not exist, make it first")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise DemoError(f"--plot {path}: the folder {path.absolute().parent} cannot be written to")
+    folder = path.absolute().parent
+    try:
+        if path.is_dir():
+            raise DemoError(f"--plot {path}: this is a folder, give a file")
+        if not folder.is_dir():
+            raise DemoError(f"--plot {path}: the folder {folder} does not exist, make it first")
+        with suppress(FileNotFoundError):
+            path.lstat()  # fails if the name is too long for this file system
+    except (OSError, ValueError) as error:
+        raise DemoError(f"--plot {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        tempfile.NamedTemporaryFile(prefix=_TEMPORARY, dir=folder).close()
+    except OSError as error:
+        raise DemoError(
+            f"--plot {path}: the folder {folder} cannot be written to: {error.strerror or error}"
+        ) from error
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -44,18 +56,19 @@ def write_plot(result: DemoResult, path: Path, model_name: str) -> None:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure, by the suffix of the file. A file of that name is replaced as a whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.absolute().parent)
-    os.close(handle)
     try:
-        figure.savefig(name, format=path.suffix[1:].lower(), dpi=150)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes it private
-        os.replace(name, path)
+        with replacing(path) as part:
+            figure.savefig(part, format=path.suffix[1:].lower(), dpi=150)
     except OSError as error:
         raise DemoError(f"--plot {path}: {error.strerror or error}") from error
-    finally:
-        Path(name).unlink(missing_ok=True)
+
+
+def as_label(name: str) -> str:
+    """A name from outside, such as that of a file, on one line and in characters that can be drawn.
+
+    Draw it with `parse_math=False`: a dollar sign begins a formula otherwise.
+    """
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
 def draw(result: DemoResult, model_name: str) -> Figure:
@@ -71,7 +84,8 @@ def draw(result: DemoResult, model_name: str) -> Figure:
     panels[0].set_ylabel("time to first token (s)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
-    figure.suptitle(f"Time to first token: {model_name}", x=0.01, ha="left", fontsize=12)
+    title = f"Time to first token: {as_label(model_name)}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
     return figure
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +14,7 @@ from radixkv.cache.tree_view.labels import plural
 from radixkv.cache.tree_view.selection import Sums
 from radixkv.cache.tree_view.snapshot import Totals
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.whole_files import replacing
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -207,19 +207,7 @@ class TreeView:
         writer = writers.get(target.suffix.lower())
         if writer is None:
             raise InvalidRequestError(f"{target}: the name must end in {', '.join(writers)}")
-        _write(target, writer())
+        text = writer()
+        with replacing(target) as part:
+            part.write_bytes(text.encode())
         return target
-
-
-def _write(path: Path, text: str) -> None:
-    """To another name first, so that nobody ever sees half of it."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.absolute().parent)
-    try:
-        with open(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes it private
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)

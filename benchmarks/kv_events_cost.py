@@ -44,7 +44,7 @@ class Side:
         self.name = name
         self.tree = RadixTree(BlockPool(args.blocks), block_size=args.block_size)
         self.stream = (
-            KVEventStream(self.tree, "tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*") if events else None
+            KVEventStream(self.tree, "tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*") if events else None
         )
         self.reader: subprocess.Popen[str] | None = None
         if reader and self.stream is not None:

@@ -106,6 +106,8 @@ class TreeEvents(TreeListener):
         self._tree = tree
         self._size = tree.block_size
         self._external = external_hashes(hashes)
+        if not isinstance(medium, str):
+            raise ValueError(f"medium must be a str, got {medium!r}")
         self._medium = medium
         self._label_of = label or label_of
         self._user_of = user_of or (lambda namespace: namespace)

@@ -27,16 +27,22 @@ class KVEventStream:
     Args:
         tree: What to publish.
         endpoint: Where to: `tcp://HOST:PORT`, `ipc://PATH` or `inproc://NAME`. It is listened on (see `bind`).
-        replay: Where readers can ask for batches they missed; None for nowhere.
+        replay_endpoint: Where readers can ask for batches they missed; None for nowhere.
         http: `HOST:PORT` of a directory for readers such as radixview, see `EventDirectory`; None for none.
         tokenizer: Turns token ids into text for the directory: has a `decode`, or is called itself.
         dialect: `"vllm"`, `"sglang"` or `"array"`.
         hashes: `"uint64"`, `"int64"` or `"bytes"`; None for the dialect's own.
         medium: Where the KV lies, as readers are told.
-        label: What a tree namespace (canonical, or the bytes that were given) is called in events; None reads it off
-            the namespace itself.
-        options: Further arguments of `KVEventPublisher`: `topic`, `bind`, `rank`, `buffer_steps`, `buffer_bytes`,
-            `hwm`, `linger_ms`, `announce`.
+        topic: First frame of every message; readers subscribe to what it starts with.
+        rank: Data-parallel rank of this cache, sent with every batch.
+        bind: Listen on `endpoint`; False connects to a reader that listens there.
+        announce: When a reader subscribes, tell all of them everything that is cached.
+        linger_ms: How long events are gathered into one batch.
+        buffer_steps: Batches kept for `replay_endpoint`, and
+        buffer_bytes: what they may take together.
+        hwm: Messages queued by ZeroMQ for one reader before it loses some.
+        label: What a canonical namespace is called in events, see `TreeEvents`; None reads it off the namespace itself.
+        user_of: Which user's namespace one of the tree belongs to, see `TreeEvents`; None for itself.
 
     Attributes:
         endpoint: As it came out, port included.
@@ -53,29 +59,47 @@ class KVEventStream:
         tree: RadixTree,
         endpoint: str = "tcp://127.0.0.1:5557",
         *,
-        replay: str | None = None,
+        replay_endpoint: str | None = None,
         http: str | None = None,
         tokenizer: Any = None,
         dialect: str = "vllm",
         hashes: str | None = None,
         medium: str = "GPU",
+        topic: str = "",
+        rank: int = 0,
+        bind: bool = True,
+        announce: bool = True,
+        linger_ms: float = 10.0,
+        buffer_steps: int = 10_000,
+        buffer_bytes: int = 64 << 20,
+        hwm: int = 100_000,
         label: Callable[[bytes], Label] | None = None,
         user_of: Callable[[bytes], bytes] | None = None,
-        **options: Any,
     ) -> None:
         self._directory: EventDirectory | None = None
         try:
             form = pick_dialect(dialect).hashes if hashes is None else hashes
             self._events = events = TreeEvents(tree, hashes=form, medium=medium, label=label, user_of=user_of)
             self._publisher = KVEventPublisher(
-                endpoint, replay_endpoint=replay, dialect=dialect, source=_source_of(events), **options
+                endpoint,
+                replay_endpoint=replay_endpoint,
+                dialect=dialect,
+                source=_source_of(events),
+                topic=topic,
+                rank=rank,
+                bind=bind,
+                announce=announce,
+                linger_ms=linger_ms,
+                buffer_steps=buffer_steps,
+                buffer_bytes=buffer_bytes,
+                hwm=hwm,
             )
             if http is not None:
                 try:
                     self._directory = EventDirectory(
                         http,
                         endpoint=self._publisher.endpoint,
-                        topic=options.get("topic", ""),
+                        topic=topic,
                         block_size=tree.block_size,
                         detokenize=_decoder(tokenizer),
                     )

@@ -322,11 +322,20 @@ class PrefixCache:
         self,
         endpoint: str = "tcp://127.0.0.1:5557",
         *,
-        replay: str | None = None,
+        replay_endpoint: str | None = None,
         http: str | None = None,
         tokenizer: Any = None,
         dialect: str = "vllm",
-        **options: Any,
+        hashes: str | None = None,
+        medium: str | None = None,
+        topic: str = "",
+        rank: int = 0,
+        bind: bool = True,
+        announce: bool = True,
+        linger_ms: float = 10.0,
+        buffer_steps: int = 10_000,
+        buffer_bytes: int = 64 << 20,
+        hwm: int = 100_000,
     ) -> KVEventStream:
         """Tell routers and viewers what is cached, over ZeroMQ, as vLLM and SGLang do.
 
@@ -335,11 +344,20 @@ class PrefixCache:
 
         Args:
             endpoint: Where to publish: `tcp://HOST:PORT`, `ipc://PATH` or `inproc://NAME`.
-            replay: Where readers can ask for batches that they missed; None for nowhere.
+            replay_endpoint: Where readers can ask for batches that they missed; None for nowhere.
             http: `HOST:PORT` where radixview finds the stream; None for nowhere.
             tokenizer: Turns token ids into text for it.
             dialect: `"vllm"`, `"sglang"` or `"array"` (what both sent before 2026).
-            options: Further arguments of `KVEventStream`.
+            hashes: Form of block hashes: `"uint64"`, `"int64"` or `"bytes"`; None for the dialect's own.
+            medium: Where readers are told the KV lies; None for `"GPU"` or `"CPU"`, where the pool is.
+            topic: First frame of every message; readers subscribe to what it starts with.
+            rank: Data-parallel rank of this cache, sent with every batch.
+            bind: Listen on `endpoint`; False connects to a reader that listens there.
+            announce: When a reader subscribes, tell all of them everything that is cached.
+            linger_ms: How long events are gathered into one batch.
+            buffer_steps: Batches kept for `replay_endpoint`, and
+            buffer_bytes: what they may take together.
+            hwm: Messages queued by ZeroMQ for one reader before it loses some.
 
         Raises:
             InvalidRequestError: An option makes no sense, or an endpoint cannot be had; the message says which.
@@ -347,10 +365,25 @@ class PrefixCache:
         """
         from radixkv.cache.event_stream import KVEventStream
 
-        options.setdefault("medium", "GPU" if self.layout.device.type == "cuda" else "CPU")
-        options.setdefault("user_of", self._owners.user_of)
+        on = "GPU" if self.layout.device.type == "cuda" else "CPU"
         return KVEventStream(
-            self.tree, endpoint, replay=replay, http=http, tokenizer=tokenizer, dialect=dialect, **options
+            self.tree,
+            endpoint,
+            replay_endpoint=replay_endpoint,
+            http=http,
+            tokenizer=tokenizer,
+            dialect=dialect,
+            hashes=hashes,
+            medium=on if medium is None else medium,
+            topic=topic,
+            rank=rank,
+            bind=bind,
+            announce=announce,
+            linger_ms=linger_ms,
+            buffer_steps=buffer_steps,
+            buffer_bytes=buffer_bytes,
+            hwm=hwm,
+            user_of=self._owners.user_of,
         )
 
     def tree_view(self, *, namespace: Namespace = None, tokenizer: Any = None, **options: Any) -> TreeView:

@@ -126,7 +126,7 @@ def external_hashes(form: str) -> Hashes:
     Raises:
         ValueError: Another form was asked for.
     """
-    if form not in _HASHES:
+    if not isinstance(form, str) or form not in _HASHES:
         raise ValueError(f"hashes={form!r} is unknown: choose one of {', '.join(map(repr, _HASHES))}")
     return _HASHES[form]
 
@@ -137,7 +137,7 @@ def pick_dialect(name: str) -> Dialect:
     Raises:
         ValueError: There is none.
     """
-    if name not in DIALECTS:
+    if not isinstance(name, str) or name not in DIALECTS:
         raise ValueError(f"dialect={name!r} is unknown: choose one of {', '.join(map(repr, DIALECTS))}")
     return DIALECTS[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from radixkv.observe.kv_messages import KVCacheEvent, pick_dialect
 from radixkv.observe.kv_sender import EventSource, Kept, Sender, Sockets
 
 __all__ = ["EventSource", "KVEventPublisher"]
+
+_LARGEST = 2**31 - 2  # ZeroMQ's options are 32 bits wide
 
 
 class KVEventPublisher:
@@ -64,20 +67,32 @@ class KVEventPublisher:
     ) -> None:
         check_endpoint(endpoint, "endpoint", bind=bind)
         if replay_endpoint is not None:
-            check_endpoint(replay_endpoint, "replay endpoint")
+            check_endpoint(replay_endpoint, "replay_endpoint")
             if replay_endpoint == endpoint and not endpoint.endswith((":*", ":0")):
                 raise ValueError(
-                    f"{endpoint!r} cannot be both endpoint and replay endpoint: take another port"
+                    f"{endpoint!r} cannot be both endpoint and replay_endpoint: take another port"
                 )
-        for name, value, least in (
-            ("buffer_steps", buffer_steps, 0),
-            ("buffer_bytes", buffer_bytes, 0),
-            ("hwm", hwm, 1),
-            ("max_queue_size", max_queue_size, 1),
-            ("linger_ms", linger_ms, 0),
+        for name, value, least, most in (
+            ("rank", rank, 0, _LARGEST),
+            ("buffer_steps", buffer_steps, 0, _LARGEST),
+            ("buffer_bytes", buffer_bytes, 0, math.inf),
+            ("hwm", hwm, 1, _LARGEST),
+            ("max_queue_size", max_queue_size, 1, math.inf),
         ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-                raise ValueError(f"{name} must be a number of at least {least}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                upper = f" and at most {most}" if most < math.inf else ""
+                raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {value!r}")
+        if (
+            isinstance(linger_ms, bool)
+            or not isinstance(linger_ms, (int, float))
+            or not 0 <= linger_ms <= 1e6
+        ):
+            raise ValueError(f"linger_ms must be a number from 0 to 1,000,000, got {linger_ms!r}")
+        if not isinstance(topic, str):
+            raise ValueError(f"topic must be a str, got {topic!r}")
+        for name, value in (("bind", bind), ("announce", announce)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         self._sender = sender = Sender(
             Sockets(endpoint, replay_endpoint, bind, topic.encode(), hwm, buffer_steps),
             pick_dialect(dialect),
@@ -102,7 +117,7 @@ class KVEventPublisher:
 
     @property
     def num_dropped_batches(self) -> int:
-        """Batches that did not fit into the queue, or could not be sent: gaps in the numbers that replay cannot fill."""
+        """Batches that did not fit into the queue or could not be sent: gaps in the numbers, unknown to replay."""
         return self._sender.num_dropped
 
     @property

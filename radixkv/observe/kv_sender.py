@@ -65,7 +65,7 @@ class Sockets:
                 self.replay = self.context.socket(zmq.ROUTER)
                 # What does not fit is lost without a word, and a whole replay goes out in one go.
                 self.replay.setsockopt(zmq.SNDHWM, buffer_steps + 1)
-                self.replay_endpoint = open_endpoint(self.replay, replay_endpoint, "replay endpoint")
+                self.replay_endpoint = open_endpoint(self.replay, replay_endpoint, "replay_endpoint")
             self.endpoint = open_endpoint(self.pub, endpoint, "endpoint", bind=bind)
         except BaseException:
             self.close(0)

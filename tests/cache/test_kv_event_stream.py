@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import socket
 import threading
@@ -25,6 +26,7 @@ from radixkv.cache.event_stream import KVEventStream
 from radixkv.core import BlockPool, RadixTree
 from radixkv.core.namespace import canonical_namespace
 from radixkv.errors import InvalidRequestError
+from radixkv.observe.kv_publisher import KVEventPublisher
 from radixkv.store.layout import KVLayout, LayerLayout
 from tests.cache.kv_event_testkit import Mirror, cached_paths, decode, store
 
@@ -93,7 +95,7 @@ def test_one_line_and_a_late_reader():
 
 def test_numbers_go_on_and_replay_fills_what_was_missed():
     cache = tiny_cache()
-    stream = cache.publish_events(ANY, replay=ANY, medium="GPU", linger_ms=0)
+    stream = cache.publish_events(ANY, replay_endpoint=ANY, medium="GPU", linger_ms=0)
     stream.flush()
     for i in range(8):
         commit(cache, range(i * 100, i * 100 + 10))
@@ -342,7 +344,7 @@ def test_a_stream_that_nobody_holds_lives_as_long_as_its_cache():
 def test_closing_lets_the_cache_go_on_alone():
     cache = tiny_cache()
     listeners = cache.tree._listeners
-    stream = cache.publish_events(ANY, replay=ANY, http="127.0.0.1:0")
+    stream = cache.publish_events(ANY, replay_endpoint=ANY, http="127.0.0.1:0")
     assert len(cache.tree._listeners) == len(listeners) + 1
     stream.close()
     stream.close()
@@ -350,7 +352,7 @@ def test_closing_lets_the_cache_go_on_alone():
     assert "closed" in repr(stream)
     commit(cache, range(10))
     assert cache.tree._listeners == listeners
-    again = cache.publish_events(stream.endpoint, replay=stream.replay_endpoint)
+    again = cache.publish_events(stream.endpoint, replay_endpoint=stream.replay_endpoint)
     assert again.endpoint == stream.endpoint
     again.close()
 
@@ -368,7 +370,23 @@ def test_two_streams_of_one_cache():
     ("options", "message"),
     [
         ({"endpoint": "5557"}, "endpoint='5557' is no endpoint"),
-        ({"replay": "udp://x:1"}, "replay endpoint='udp://x:1' is no endpoint"),
+        ({"replay_endpoint": "udp://x:1"}, "replay_endpoint='udp://x:1' is no endpoint"),
+        ({"topic": None}, "topic must be a str, got None"),
+        ({"topic": b"kv"}, "topic must be a str"),
+        ({"rank": "a"}, "rank must be an integer of at least 0 and at most 2147483646, got 'a'"),
+        ({"rank": -1}, "rank must be"),
+        ({"rank": True}, "rank must be"),
+        ({"medium": 3}, "medium must be a str, got 3"),
+        ({"bind": "no"}, "bind must be True or False, got 'no'"),
+        ({"announce": None}, "announce must be"),
+        ({"linger_ms": float("nan")}, "linger_ms must be a number"),
+        ({"linger_ms": float("inf")}, "linger_ms must be a number"),
+        ({"buffer_steps": 1.5}, "buffer_steps must be an integer"),
+        ({"buffer_steps": 2**31}, "buffer_steps must be an integer"),
+        ({"hwm": 2**40}, "hwm must be an integer"),
+        ({"buffer_bytes": None}, "buffer_bytes must be an integer"),
+        ({"dialect": ["vllm"]}, r"dialect=\['vllm'\] is unknown"),
+        ({"hashes": {}}, "hashes={} is unknown"),
         ({"dialect": "trt"}, "dialect='trt' is unknown"),
         ({"hashes": "sha"}, "hashes='sha' is unknown"),
         ({"http": "30000"}, "http='30000' is no address: write HOST:PORT"),
@@ -385,6 +403,29 @@ def test_what_makes_no_sense_is_refused_and_leaves_nothing(options, message):
         cache.publish_events(**{"endpoint": ANY, **options})
     assert cache.tree._listeners == listeners
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", ["replay", "topicc", "max_queue_size", "source"])
+def test_names_of_options_are_checked(name):
+    with pytest.raises(TypeError, match=name):
+        tiny_cache().publish_events(ANY, **{name: "x"})
+    with pytest.raises(TypeError, match=name):
+        KVEventStream(tiny_cache().tree, ANY, **{name: "x"})
+
+
+def test_a_stream_has_the_options_of_its_publisher_and_a_cache_those_of_its_stream():
+    def options(function):
+        return {
+            name: given.default
+            for name, given in inspect.signature(function).parameters.items()
+            if given.kind == 3
+        }
+
+    publisher, stream = options(KVEventPublisher.__init__), options(KVEventStream.__init__)
+    cache = options(PrefixCache.publish_events)
+    assert publisher.items() - stream.items() == {("max_queue_size", 100_000), ("source", None)}
+    assert stream.items() - cache.items() == {("medium", "GPU"), ("label", None), ("user_of", None)}
+    assert cache.items() - stream.items() == {("medium", None)}
 
 
 def test_ports_in_use_are_named():

@@ -589,7 +589,7 @@ def test_what_a_port_in_use_says():
             OSError, match=r"cannot open endpoint='tcp://127.0.0.1:\d+': it is in use: another"
         ):
             KVEventPublisher(publisher.endpoint)
-        with pytest.raises(OSError, match=r"cannot open replay endpoint=.* in use"):
+        with pytest.raises(OSError, match=r"cannot open replay_endpoint=.* in use"):
             KVEventPublisher(ANY, replay_endpoint=publisher.endpoint)
         with pytest.raises(OSError, match="no such address or interface"):
             KVEventPublisher("tcp://203.0.113.7:5557")
@@ -608,13 +608,13 @@ def test_what_a_port_in_use_says():
         ({"endpoint": "tcp://127.0.0.1:70000"}, "a port is at most 65535"),
         ({"endpoint": "tcp://*:5557", "bind": False}, "nothing to connect to"),
         ({"endpoint": "tcp://127.0.0.1:0", "bind": False}, "nothing to connect to"),
-        ({"replay_endpoint": "x"}, "replay endpoint='x' is no endpoint"),
+        ({"replay_endpoint": "x"}, "replay_endpoint='x' is no endpoint"),
         (
             {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5557"},
-            "cannot be both endpoint and replay endpoint",
+            "cannot be both endpoint and replay_endpoint",
         ),
         ({"dialect": "vlm"}, "dialect='vlm' is unknown: choose one of 'vllm', 'sglang', 'array'"),
-        ({"hwm": 0}, "hwm must be a number of at least 1, got 0"),
+        ({"hwm": 0}, "hwm must be an integer of at least 1 and at most 2147483646, got 0"),
         ({"buffer_steps": -1}, "buffer_steps must be"),
         ({"buffer_bytes": "1"}, "buffer_bytes must be"),
         ({"max_queue_size": 0}, "max_queue_size must be"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from radixkv.demo.runner import DemoResult, WorkloadResult
 
 SUFFIXES = (".png", ".svg")
-# Of the file that is written and then renamed: short, where the name of the plot may be as long as a name can be.
-_TEMPORARY = ".plot-"
 # Distinguishable in print and for the colour-blind.
 _COLOURS = {"without": "#b0b7c3", "with": "#1f6f8b"}
 
@@ -38,7 +37,7 @@ def check_plot_path(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise DemoError(f"--plot {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
-        tempfile.NamedTemporaryFile(prefix=_TEMPORARY, dir=folder).close()
+        tempfile.NamedTemporaryFile(prefix=".plot-", dir=folder).close()
     except OSError as error:
         raise DemoError(
             f"--plot {path}: the folder {folder} cannot be written to: {error.strerror or error}"

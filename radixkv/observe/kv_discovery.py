@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -77,12 +78,18 @@ class EventDirectory:
         # A collection of garbage may happen on the very thread that has to stop: leave it to another one.
         self._finalizer = weakref.finalize(self, _close_aside, self._server)
         self._finalizer.atexit = False
+        _open.add(self)
 
     def close(self) -> None:
         """Stop answering. Twice is once."""
         if self._finalizer.detach():
             _close(self._server)
             self._thread.join(2.0)
+
+    def abandon(self) -> None:
+        """In a forked child, which has no thread that answers: let go of the port, which is the parent's."""
+        if self._finalizer.detach():
+            self._server.socket.close()
 
 
 def _close(server: ThreadingHTTPServer) -> None:
@@ -133,3 +140,15 @@ def _handler(
             self.wfile.write(data)
 
     return Handler
+
+
+_open: weakref.WeakSet[EventDirectory] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for directory in list(_open):
+        directory.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

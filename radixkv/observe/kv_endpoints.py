@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
+import socket
 from typing import Any
 
-__all__ = ["check_endpoint", "open_endpoint"]
+__all__ = ["check_endpoint", "close_inherited", "open_endpoint"]
 
 _TCP = re.compile(r"tcp://(?P<host>\*|[\w.-]+|\[[0-9A-Fa-f:.%\w*]+\]):(?P<port>\*|\d{1,5})")
 _OTHER = re.compile(r"(?:ipc|inproc)://\S+")
@@ -66,3 +69,28 @@ def open_endpoint(socket: Any, endpoint: str, what: str, *, bind: bool = True) -
             why = str(error)
         raise OSError(number, f"cannot open {what}={endpoint!r}: {why}") from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def close_inherited(endpoint: str) -> None:
+    """In a forked child: close what ZeroMQ opened in the parent at a TCP endpoint that was bound there.
+
+    ZeroMQ has no call for that, and the port would stay taken, and readers connected, for as long as the child lives.
+    """
+    tcp = _TCP.fullmatch(endpoint)
+    if tcp is None or not tcp["port"].isdigit():
+        return
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/dev/fd"):
+            try:
+                one = socket.socket(fileno=int(name))
+            except (OSError, ValueError):  # no socket
+                continue
+            try:
+                at = one.getsockname()
+                ours = one.family in (socket.AF_INET, socket.AF_INET6) and at[1] == int(tcp["port"])
+            except OSError:
+                ours = False
+            if ours:
+                one.close()
+            else:
+                one.detach()

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError('KV events need msgspec and pyzmq: pip install "radixkv[observe]"') from error
 
-from radixkv.observe.kv_endpoints import open_endpoint
+from radixkv.observe.kv_endpoints import close_inherited, open_endpoint
 from radixkv.observe.kv_messages import Dialect, KVCacheEvent, encode_batch
 
 __all__ = ["EventSource", "Kept", "Sender", "Sockets", "senders"]
@@ -56,6 +56,7 @@ class Sockets:
         self.topic = topic
         self.replay: Any = None
         self.replay_endpoint: str | None = None
+        self.bound: list[str] = []
         # To readers the same as a PUB socket; it also says when one of them comes.
         self.pub: Any = self.context.socket(zmq.XPUB)
         try:
@@ -66,7 +67,10 @@ class Sockets:
                 # What does not fit is lost without a word, and a whole replay goes out in one go.
                 self.replay.setsockopt(zmq.SNDHWM, buffer_steps + 1)
                 self.replay_endpoint = open_endpoint(self.replay, replay_endpoint, "replay_endpoint")
+                self.bound.append(self.replay_endpoint)
             self.endpoint = open_endpoint(self.pub, endpoint, "endpoint", bind=bind)
+            if bind:
+                self.bound.append(self.endpoint)
         except BaseException:
             self.close(0)
             raise
@@ -186,6 +190,11 @@ class Sender:
         """In a forked child: the sockets are the parent's, and the thread is not here."""
         self._abandoned = self.stopping = True
         self._state = threading.Condition(threading.RLock())
+        if not self._finished:
+            self._bell.close()
+            self._ear.close()
+            for endpoint in self.sockets.bound:
+                close_inherited(endpoint)
 
     # -- the thread ------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import json
+import os
 import socket
 import threading
 import time
@@ -339,6 +340,52 @@ def test_a_stream_that_nobody_holds_lives_as_long_as_its_cache():
         thread.join(5)
         assert not thread.is_alive()
     assert there() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_no_part_in_it():
+    """It notes nothing, and the ports are free when the parent is done with them, whatever the child does."""
+    tree = RadixTree(BlockPool(50), 4)
+    stream = KVEventStream(tree, ANY, replay_endpoint=ANY, http="127.0.0.1:0")
+    with reading(stream) as sub:
+        mirror = Mirror(4)
+        follow(sub, mirror, 1000)
+        done, go_on = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                store(tree, range(10))
+                tree.clear_all()
+                noted = list(stream._events._changes)
+                begin = time.monotonic()
+                quiet = stream.closed and not stream.flush(1) and not list(stream._events.collect())
+                stream.close()
+                assert (noted, quiet) == ([], True)
+                assert time.monotonic() - begin < 1
+                os.write(done[1], b"+")
+                os.read(go_on[0], 1)
+                os._exit(0)
+            finally:
+                os.write(done[1], b"-")
+                os._exit(1)
+        assert os.read(done[0], 1) == b"+"
+        assert get(f"{stream.url}/server_info")
+        store(tree, range(50, 60))
+        follow(sub, mirror)
+        assert len(mirror.blocks) == 2
+        stream.close()
+        again = KVEventStream(
+            RadixTree(BlockPool(8), 4),
+            stream.endpoint,
+            replay_endpoint=stream.replay_endpoint,
+            http=stream.url.removeprefix("http://"),
+        )
+        assert again.url == stream.url
+        again.close()
+        os.write(go_on[1], b"!")
+        assert os.waitpid(child, 0)[1] == 0
+        for end in (*done, *go_on):
+            os.close(end)
 
 
 def test_closing_lets_the_cache_go_on_alone():

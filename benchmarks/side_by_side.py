@@ -1,10 +1,12 @@
 """The same requests through radixkv and through the block managers and radix caches of others.
 
     python benchmarks/side_by_side.py TRACE.jsonl [--sglang DIR] [--vllm DIR] [--rounds 3] [--json FILE]
+    python benchmarks/side_by_side.py --chats [...]
 
 The work is that of `trace_requests.py`: the first 2,000 requests of the Mooncake conversation trace, expanded to
-tokens, one at a time; blocks of 16 tokens; a pool that holds everything, and one of 40% of the distinct tokens. What
-is called of each contender stands in `contenders.py`. Each runs in a process of its own, one after the other, in
+tokens, one at a time; blocks of 16 tokens; a pool that holds everything, and one of 40% of the distinct tokens. With
+`--chats` it is traffic made up here, of short prompts and so of many leaves: see `chats`. What is called of each
+contender stands in `contenders.py`. Each runs in a process of its own, one after the other, in
 turn for each round; before the clock runs, the prompts are made and `gc.freeze()` takes them out of the garbage
 collector's sight, which stays on. A figure is the CPU time of the process for a request, all of its threads counted.
 
@@ -61,16 +63,38 @@ def lists(requests: list[Request], arrays: list[np.ndarray]) -> list[list[int]]:
     return out
 
 
+def chats(num_requests: int) -> tuple[list[np.ndarray], int]:
+    """Short prompts, and how many distinct tokens they have.
+
+    Each request has one of 64 system prompts of 512 tokens. Three of four begin a chat with 64 to 511 tokens more; the
+    fourth continues one of the last 2,000 requests by 64 to 255 tokens.
+    """
+    rng = np.random.default_rng(0)
+    systems = rng.integers(0, 128_000, (64, 512))
+    prompts: list[np.ndarray] = []
+    distinct = systems.size
+    for number in range(num_requests):
+        if number and rng.random() < 0.25:
+            start, own = prompts[max(0, number - int(rng.integers(1, 2000)))], rng.integers(64, 256)
+        else:
+            start, own = systems[rng.integers(64)], rng.integers(64, 512)
+        distinct += int(own)
+        prompts.append(np.concatenate((start, rng.integers(0, 128_000, own))))
+    return prompts, distinct
+
+
 def work(contender: type[Contender], requests: list[Request], args: argparse.Namespace) -> dict[str, Any]:
     """All cases of one contender, in this process."""
-    arrays = list(stream(requests))
+    if args.chats:
+        arrays, distinct = chats(args.requests)
+    else:
+        arrays, distinct = list(stream(requests)), count_distinct_tokens(requests)
     prompts: dict[str, list[Any]] = {"arrays": arrays}
     if "lists" in args.inputs or contender.native is list:
-        prompts["lists"] = lists(requests, arrays)
+        prompts["lists"] = [a.tolist() for a in arrays] if args.chats else lists(requests, arrays)
     same = {np.ndarray: "arrays", list: "lists"}.get(contender.native)
     if same is None and "native" in args.inputs:
         prompts["native"] = [contender.native("q", tokens.tobytes()) for tokens in arrays]
-    distinct = count_distinct_tokens(requests)
     cases = []
     for share in args.pools:
         for kind in args.inputs:
@@ -108,7 +132,8 @@ def ask(name: str, args: argparse.Namespace) -> dict[str, Any] | str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     if overlay:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [overlay, env.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", __file__, args.trace, "--worker", name]
+    command = [sys.executable, "-W", "ignore", __file__, *(["--chats"] if args.chats else [args.trace])]
+    command += ["--worker", name]
     command += ["--requests", str(args.requests), "--block-size", str(args.block_size)]
     command += ["--inputs", *args.inputs, "--pools", *map(str, args.pools)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -138,6 +163,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", nargs="?", default=os.environ.get("RADIXKV_TRACE"))
+    parser.add_argument("--chats", action="store_true", help="many short prompts in place of a trace")
     parser.add_argument("--sglang", help="folder that sglang is installed in")
     parser.add_argument("--vllm", help="folder that vllm is installed in")
     parser.add_argument("--requests", type=int, default=2000)
@@ -151,9 +177,9 @@ def main() -> int:
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.trace:
-        parser.error("give the path of the trace, or set RADIXKV_TRACE")
-    requests = read_trace(args.trace, args.requests)
+    if not args.trace and not args.chats:
+        parser.error("give the path of the trace, or set RADIXKV_TRACE, or take --chats")
+    requests = [] if args.chats else read_trace(args.trace, args.requests)
     if args.worker:
         print(json.dumps(work(CONTENDERS[args.worker], requests, args)))
         return 0
@@ -179,7 +205,7 @@ def report(
     ours = RADIXKV if RADIXKV in cases else next(iter(cases))
     wrong = False
     for share in args.pools:
-        known = KNOWN_HITS.get((args.requests, args.block_size, share or None))
+        known = None if args.chats else KNOWN_HITS.get((args.requests, args.block_size, share or None))
         right = next(c["hit_tokens"] for c in cases[ours] if c["pool"] == share) if known is None else known
         print(f"\npool: {f'{share:.0%} of the distinct tokens' if share else 'everything fits'}")
         print("CPU microseconds a request, mean (median); x: mean over that of radixkv with the same input")
@@ -202,8 +228,9 @@ def report(
             "python": platform.python_version(),
             "numpy": np.__version__,
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "requests": len(requests),
-            "tokens": sum(request.num_tokens for request in requests),
+            "work": "chats" if args.chats else Path(args.trace).name,
+            "requests": args.requests,
+            "commit": commit(),
             "block_size": args.block_size,
             "rounds": args.rounds,
             "contenders": {
@@ -217,6 +244,11 @@ def report(
         }
         Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
     return int(wrong)
+
+
+def commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 RADIXKV = "radixkv"

@@ -26,6 +26,7 @@ from radixkv.core.block_table import BlockCopy, BlockTable
 from radixkv.core.errors import OutOfBlocksError
 from radixkv.core.match import Match
 from radixkv.hf.layers import SessionLayer
+from radixkv.hf.paged import PoolWriter
 from radixkv.hf.paged_session_step import PagedAttention, SessionStep, StepPlaces
 from radixkv.hf.step_cache import StepLayer
 from radixkv.observe.stats import StatsRecorder
@@ -45,6 +46,7 @@ class Room:
         lock: Guards the pool and the tree on it.
         allocate: Gives blocks, evicting if it must.
         recorder: Counts copies.
+        writers: Idle ones.
         left_behind: Tables of sessions that ended where the books were open: released a little later.
     """
 
@@ -53,6 +55,7 @@ class Room:
     lock: AbstractContextManager[Any]
     allocate: Callable[[int], BlockIds]
     recorder: StatsRecorder
+    writers: deque[PoolWriter] = field(default_factory=deque)
     left_behind: deque[BlockTable] = field(default_factory=deque)
 
     def tidy(self) -> None:
@@ -205,7 +208,8 @@ class Pages:
         except OutOfBlocksError:
             self.leave("room")
             return None
-        step = SessionStep(self._room.store, self._how, StepPlaces.of(tables, pads, known, start, q))
+        places = StepPlaces.of(tables, pads, known, start, q)
+        step = SessionStep(self._room.store, self._room.writers, self._how, places)
         self.step = step
         step.plan()
         return step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,16 +132,20 @@ class SessionStep(Diversion):
 
     Args:
         store: The pool.
+        writers: Idle writers to it.
         how: The model's attention.
         places: Where the tokens lie.
     """
 
-    def __init__(self, store: KVStore, how: PagedAttention, places: StepPlaces) -> None:
+    def __init__(
+        self, store: KVStore, writers: deque[PoolWriter], how: PagedAttention, places: StepPlaces
+    ) -> None:
         self.places = places
         self._store = store
         self._how = how
         self._routing = Routing(how.configs, self)
-        self._writer = PoolWriter(store)
+        self._writers = writers
+        self._writer: PoolWriter | None = None
         self._backend: AttentionBackend | None = None
         self._fresh: dict[int, Tensor] = {}
         self._attended = 0
@@ -158,6 +163,10 @@ class SessionStep(Diversion):
             if index is not None:
                 parts.append(index)
         sent = list(to_device(np.concatenate(parts), self._store.layout.device).split([*map(len, parts)]))
+        try:
+            self._writer = self._writers.pop()
+        except IndexError:
+            self._writer = PoolWriter(self._store)
         self._writer.aim(places.slots, sent.pop(0))
         self._read = sent.pop(0) if places.read is not None else None
         self._write = sent.pop(0) if places.write is not None else self._read
@@ -174,6 +183,9 @@ class SessionStep(Diversion):
         backend, self._backend = self._backend, None
         if backend is not None:
             self._how.give_backend(backend)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._writers.append(writer)
 
     def _let_go(self) -> None:
         self._over = True
@@ -201,7 +213,7 @@ class SessionStep(Diversion):
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """New keys and values of a layer, `[rows, heads, q, dim]`."""
         self._fresh[layer] = keys
-        if len(self.places.slots):
+        if self._writer is not None and len(self.places.slots):
             rows = (_picked(_flat(part.detach()), self._write) for part in (keys, values))
             self._writer.write(layer, *(part.transpose(0, 1)[None] for part in rows))
 

@@ -62,6 +62,17 @@ class PagedWay:
         elif decode == "paged":
             self.look()
 
+    def use(self, make: Callable[[], AttentionBackend]) -> None:
+        """Take other attention backends from now on, as tests and benchmarks do.
+
+        Args:
+            make: Makes one; each is used by one thread at a time.
+        """
+        with self._lock:
+            self.make, self._seen = make, None
+            self._idle.clear()
+        self.look()
+
     # -- the model ------------------------------------------------------------------------------------------
 
     def look(self) -> None:

@@ -11,6 +11,7 @@ from hf_testkit import (
     EOS,
     MAIN_ARCHS,
     NULL,
+    both_ways,
     count_tokens,
     distinct_tokens,
     expect_hits,
@@ -33,6 +34,7 @@ def batch_greedy(model: Any, batch: dict[str, torch.Tensor], n: int = 6, **kwarg
     return model.generate(**batch, max_new_tokens=n, do_sample=False, **kwargs)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_that_hit_differently(arch: str) -> None:
     """One row wholly cached, one in part, one not at all, one a single token; with different padding each."""
@@ -102,6 +104,7 @@ def test_a_cold_batch_computes_each_prefix_once(arch: str) -> None:
     expect_hits(cache, *[29] * 8)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_a_cold_batch_of_several_families(arch: str) -> None:
     """Prefixes shared on two levels, with rows that are prefixes of others and duplicates."""
@@ -137,6 +140,7 @@ def test_a_cold_batch_of_several_families(arch: str) -> None:
         expect_hits(cache, row.shape[1] - 1)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_duplicates_only(arch: str) -> None:
     model = tiny(arch)
@@ -151,6 +155,7 @@ def test_duplicates_only(arch: str) -> None:
     expect_hits(cache, 19)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_rows_that_stop_early_leave_true_tokens_only(arch: str) -> None:
     """Finished rows are fed pads with mask 1: nothing behind the first end token may be taken for an answer."""
@@ -223,6 +228,7 @@ def test_a_bool_or_float_mask() -> None:
             same(batch_greedy(model, other), expected)
 
 
+@both_ways
 def test_a_row_of_padding_only() -> None:
     """Not sensible, but no reason to fail where transformers does not, nor to touch the other rows."""
     model = tiny()

@@ -10,6 +10,7 @@ from hf_testkit import (
     MAIN_ARCHS,
     NULL,
     books,
+    both_ways,
     cache_keyword,
     close,
     count_tokens,
@@ -30,6 +31,7 @@ from transformers import GenerationConfig
 pytestmark = pytest.mark.filterwarnings("default")
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cold_warm_longer_shorter_and_diverging(arch: str) -> None:
     model = tiny(arch)
@@ -85,6 +87,7 @@ def test_scores_cold_and_warm_stay_within_the_tolerance(arch: str) -> None:
                 got = model.generate(ids, **call)
             same(got.sequences, expected.sequences)
             close(torch.stack(got.logits), torch.stack(expected.logits))
+    del got  # and the cache object in it
     books(cache)
 
 
@@ -138,6 +141,7 @@ def test_one_token_prompts(arch: str, block_size: int) -> None:
     expect_hits(cache, 1)
 
 
+@both_ways
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_the_next_turn_hits_through_the_answer(arch: str, block_size: int) -> None:
@@ -183,6 +187,7 @@ def test_the_whole_prompt_and_more_is_cached() -> None:
         assert NULL or sum(counts) == 1
 
 
+@both_ways
 @needs_cache
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_the_answer_is_in_the_cache_as_soon_as_generate_returns(arch: str) -> None:
@@ -216,6 +221,7 @@ def test_attach_and_detach_instead_of_with() -> None:
     expect_totals(cache)
 
 
+@both_ways
 def test_a_cache_made_by_generate_is_not_needed() -> None:
     """An empty DynamicCache handed to `generate()` is as good as none."""
     from transformers import DynamicCache
@@ -231,6 +237,7 @@ def test_a_cache_made_by_generate_is_not_needed() -> None:
         books(cache)
 
 
+@both_ways
 def test_generate_inside_inference_mode_and_then_outside() -> None:
     """A buffer made in inference mode cannot be written outside of it later."""
     model = tiny()
@@ -242,6 +249,7 @@ def test_generate_inside_inference_mode_and_then_outside() -> None:
             expect_same(cache, model, lambda m, ids=ids: greedy(m, ids), reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ["llama_gqa", "gemma3"])
 def test_eager_attention(arch: str) -> None:
     model = tiny(arch)
@@ -253,6 +261,7 @@ def test_eager_attention(arch: str) -> None:
     expect_hits(cache, 15)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_float_types_run(dtype: torch.dtype) -> None:
     """No promise of equal tokens in bfloat16: the hit is right if its logits are near those of the plain model."""

@@ -10,6 +10,7 @@ import torch
 from hf_testkit import (
     MAIN_ARCHS,
     books,
+    both_ways,
     close,
     expect_hits,
     expect_same,
@@ -39,6 +40,7 @@ def seeded(seed: int, **kwargs: Any) -> Callable[[Any], torch.Tensor]:
     return call
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_sampling_with_a_seed(arch: str) -> None:
     model = tiny(arch)
@@ -55,6 +57,7 @@ def test_sampling_with_a_seed(arch: str) -> None:
     expect_same(cache, model, seeded(9, **pad_left([ids, ids[:, :9], prompt(3)]), temperature=2.0), reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_num_return_sequences(arch: str) -> None:
     model = tiny(arch)
@@ -71,6 +74,7 @@ def test_num_return_sequences(arch: str) -> None:
         expect_same(cache, model, seeded(3, **both, num_return_sequences=3, temperature=2.0), reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 @pytest.mark.parametrize("beams", [2, 4])
 def test_beam_search(arch: str, beams: int) -> None:
@@ -182,6 +186,7 @@ def test_stopping_criteria_and_logits_processors_see_the_same() -> None:
     expect_hits(cache, 19)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_return_dict_with_scores(arch: str, beams: int) -> None:
@@ -210,9 +215,10 @@ def test_return_dict_with_scores(arch: str, beams: int) -> None:
         if beams > 1:
             close(got.sequences_scores, expected.sequences_scores)
             same(got.beam_indices, expected.beam_indices)
-        books(cache)  # also while `got` and the cache object in it are alive
+        books(cache, alive=True)  # `got` and the cache object in it are
 
 
+@both_ways
 def test_the_cache_in_the_result_can_be_used_to_go_on() -> None:
     """Plain code may continue by hand from the cache that `generate()` returned."""
     from hf_testkit import cache_keyword, cache_of
@@ -239,6 +245,7 @@ def test_the_cache_in_the_result_can_be_used_to_go_on() -> None:
 # ------------------------------------------------------------------------------------------ drafts
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_assisted_decoding(arch: str) -> None:
     """With a small assistant that is not attached itself: its drafts are partly right, so the cache is cut often."""
@@ -295,6 +302,7 @@ def test_assistant_early_exit(arch: str) -> None:
         expect_totals(cache)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_prompt_lookup(arch: str) -> None:
     """The first forward holds prompt and draft and needs a logit for each draft token, also when they are cached."""

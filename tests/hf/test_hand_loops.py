@@ -12,6 +12,7 @@ from hf_testkit import (
     MAIN_ARCHS,
     NULL,
     books,
+    both_ways,
     cache_keyword,
     cache_of,
     close,
@@ -143,6 +144,7 @@ def test_a_plain_forward_keeps_all_its_logits(arch: str) -> None:
     expect_same(cache, model, lambda m: greedy(m, ids), reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ["llama_gqa", "gemma3"])
 def test_a_padded_batch_with_positions(arch: str) -> None:
     model = tiny(arch)
@@ -177,6 +179,7 @@ def test_a_padded_batch_with_positions(arch: str) -> None:
         expect_hits(cache, row.shape[1] - 1)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_a_chat_held_in_one_cache_object(arch: str) -> None:
     """Turn after turn on one `past`: several tokens are appended to a filled cache."""
@@ -200,6 +203,7 @@ def test_a_chat_held_in_one_cache_object(arch: str) -> None:
         expect_same(cache, model, chat, reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_two_loops_at_once(arch: str) -> None:
     model = tiny(arch)
@@ -222,6 +226,7 @@ def test_two_loops_at_once(arch: str) -> None:
         expect_same(cache, model, both, reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ["llama_gqa", "gpt2"])
 def test_the_recipe_of_the_transformers_docs(arch: str) -> None:
     """A prompt cache made once and copied for each question, with and without the library around it."""
@@ -250,6 +255,7 @@ def test_the_recipe_of_the_transformers_docs(arch: str) -> None:
     books(cache)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ["llama_gqa", "gpt2"])
 def test_a_loop_that_cuts_its_cache(arch: str) -> None:
     """Go back five tokens and say something else; negative numbers remove tokens in all versions."""
@@ -278,6 +284,7 @@ def test_a_loop_that_cuts_its_cache(arch: str) -> None:
     expect_same(cache, model, lambda m: greedy(m, dropped), reference)
 
 
+@both_ways
 def test_gradients_are_those_of_the_plain_model() -> None:
     """A forward that may be differentiated gets no KV from elsewhere: the graph would end there."""
     model = tiny()

@@ -13,6 +13,7 @@ import torch
 from hf_testkit import (
     NULL,
     books,
+    both_ways,
     cache_keyword,
     expect_same,
     expect_totals,
@@ -48,6 +49,7 @@ def together(jobs: list[Callable[[], Any]]) -> list[Any]:
 PROMPTS = [join(prompt(10 + 3 * (i % 3)), prompt(5, seed=i % 10)) for i in range(32)]
 
 
+@both_ways
 @pytest.mark.parametrize("num_blocks", [256, 12])
 @pytest.mark.parametrize("arch", ["llama_gqa", "gemma3"])
 def test_generate_from_eight_threads(arch: str, num_blocks: int) -> None:
@@ -67,6 +69,7 @@ def test_generate_from_eight_threads(arch: str, num_blocks: int) -> None:
         expect_same(cache, model, lambda m, ids=ids: greedy(m, ids, 5), reference)
 
 
+@both_ways
 def test_sessions_batches_and_generate_mixed() -> None:
     model = tiny()
     reference = twin(model)

@@ -34,6 +34,7 @@ SEARCH = int(os.environ.get("RADIXKV_TEST_SEARCH", "0"))
 
 token = st.integers(3, 5)
 text = st.lists(token, min_size=1, max_size=24).map(tuple)
+ways = st.sampled_from(["contiguous", "paged"])
 quick = settings(
     max_examples=SEARCH or 25,
     deadline=None,
@@ -61,17 +62,18 @@ def batch_greedy(model: Any, rows: tuple[tuple[int, ...], ...], n: int) -> torch
 @quick
 @given(
     arch=st.sampled_from(sorted(MODELS)),
+    way=ways,
     block_size=st.integers(1, 16),
     num_blocks=st.integers(1, 24),
     prompts=st.lists(text, min_size=2, max_size=8),
     n=st.integers(1, 6),
 )
 def test_one_prompt_at_a_time(
-    arch: str, block_size: int, num_blocks: int, prompts: list[tuple[int, ...]], n: int
+    arch: str, way: str, block_size: int, num_blocks: int, prompts: list[tuple[int, ...]], n: int
 ) -> None:
     """The pool may be smaller than the prompt, or evict at every call."""
     model = MODELS[arch]
-    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks)
+    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks, decode=way)
     with cache.attached(model):
         for ids in prompts:
             same(greedy(model, torch.tensor([ids]), n), right(arch, ids, n))
@@ -82,16 +84,17 @@ def test_one_prompt_at_a_time(
 @quick
 @given(
     arch=st.sampled_from(sorted(MODELS)),
+    way=ways,
     block_size=st.integers(1, 16),
     num_blocks=st.integers(1, 40),
     batches=st.lists(st.lists(text, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4),
     n=st.integers(1, 4),
 )
 def test_batches(
-    arch: str, block_size: int, num_blocks: int, batches: list[tuple[tuple[int, ...], ...]], n: int
+    arch: str, way: str, block_size: int, num_blocks: int, batches: list[tuple[tuple[int, ...], ...]], n: int
 ) -> None:
     model = MODELS[arch]
-    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks)
+    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks, decode=way)
     with cache.attached(model):
         for rows in batches:
             same(batch_greedy(model, rows, n), right_batch(arch, rows, n))
@@ -101,13 +104,14 @@ def test_batches(
 
 @quick
 @given(
+    way=ways,
     block_size=st.integers(1, 8),
     num_blocks=st.integers(2, 30),
     texts=st.lists(text, min_size=2, max_size=6),
     data=st.data(),
 )
 def test_sessions_that_end_anyhow(
-    block_size: int, num_blocks: int, texts: list[tuple[int, ...]], data: Any
+    way: str, block_size: int, num_blocks: int, texts: list[tuple[int, ...]], data: Any
 ) -> None:
     """Sessions that overlap, are cut, fail or are left half fed."""
     arch = data.draw(st.sampled_from(sorted(MODELS)))
@@ -115,7 +119,7 @@ def test_sessions_that_end_anyhow(
     if NULL:
         return
     keyword = cache_keyword(model)
-    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks)
+    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks, decode=way)
     for given_ids in texts:
         ids = torch.tensor([given_ids])
         ending = data.draw(st.sampled_from(["well", "error", "half fed", "cut"]))
@@ -189,18 +193,21 @@ def run_mode(model: Any, mode: str, ids: torch.Tensor, seed: int) -> torch.Tenso
 @quick
 @given(
     arch=st.sampled_from(sorted(MODELS)),
+    way=ways,
     block_size=st.integers(1, 16),
     num_blocks=st.integers(1, 32),
     calls=st.lists(
         st.tuples(st.sampled_from(MODES), text, st.integers(0, 3), st.booleans()), min_size=2, max_size=8
     ),
 )
-def test_all_kinds_of_calls_mixed(arch: str, block_size: int, num_blocks: int, calls: list[Any]) -> None:
+def test_all_kinds_of_calls_mixed(
+    arch: str, way: str, block_size: int, num_blocks: int, calls: list[Any]
+) -> None:
     """Each call may go on from the answer of the one before it, as a chat does."""
     model, reference = MODELS[arch], TWINS[arch]
     if NULL:
         return
-    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks)
+    cache = make_cache(model, block_size=block_size, num_blocks=num_blocks, decode=way)
     answered = torch.zeros(1, 0, dtype=torch.long)
     for mode, new, seed, go_on in calls:
         if arch == "gemma3" and mode == "assisted":

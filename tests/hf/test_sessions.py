@@ -15,6 +15,7 @@ from hf_testkit import (
     MAIN_ARCHS,
     NULL,
     books,
+    both_ways,
     cache_keyword,
     close,
     count_tokens,
@@ -58,6 +59,7 @@ def run(cache: Any, model: Any, ids: torch.Tensor, **how: Any) -> tuple[torch.Te
         return decode(model, past, ids, **how), past.num_cached_tokens
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_loop_of_the_documentation(arch: str) -> None:
     model = tiny(arch)
@@ -93,6 +95,7 @@ def test_what_was_decoded_is_committed(arch: str) -> None:
     expect_same(cache, model, lambda m: greedy(m, chat), reference)
 
 
+@both_ways
 @pytest.mark.parametrize("step", [1, 3, 7])
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_prefill_in_pieces_by_hand(arch: str, step: int) -> None:
@@ -285,6 +288,7 @@ def test_a_prompt_fed_in_part_only() -> None:
     expect_same(cache, model, lambda m: greedy(m, ids), reference)
 
 
+@both_ways
 @needs_cache
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
 def test_an_error_inside_drops_the_session(error: type[BaseException]) -> None:
@@ -314,6 +318,7 @@ def test_an_error_inside_drops_the_session(error: type[BaseException]) -> None:
     assert cache.match_length(join(ids, prompt(9, seed=1))[0]) == 20
 
 
+@both_ways
 @needs_cache
 def test_used_after_the_end() -> None:
     model = tiny()
@@ -358,6 +363,7 @@ def test_entered_twice() -> None:
     books(cache)
 
 
+@both_ways
 @needs_cache
 def test_used_twice_for_one_prompt() -> None:
     """Feeding the prompt again is one clear error, or it is the chat that goes on with these tokens."""
@@ -386,6 +392,7 @@ def test_used_twice_for_one_prompt() -> None:
     expect_same(cache, model, lambda m: greedy(m, ids), reference)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_one_session_for_a_chat(arch: str) -> None:
     """`generate()` again with the longer chat and the same object, as plain code does with a DynamicCache."""
@@ -407,6 +414,7 @@ def test_one_session_for_a_chat(arch: str) -> None:
     assert NULL or (n, sum(counts)) == (answered.shape[1] - 1, 1)
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ["llama_gqa", "gemma3", "gpt2"])
 def test_a_left_padded_batch(arch: str) -> None:
     """`num_cached_tokens` counts columns: short rows bring their padding along."""

@@ -11,6 +11,7 @@ from hf_testkit import (
     MAIN_ARCHS,
     NULL,
     books,
+    both_ways,
     cache_keyword,
     expect_hits,
     expect_same,
@@ -183,6 +184,7 @@ def test_changed_weights_while_detached(change: str) -> None:
     expect_hits(cache, 23)
 
 
+@both_ways
 @pytest.mark.parametrize("change", ["in place", "step of adamw fused", ".data in place"])
 def test_weights_changed_during_a_session(change: str) -> None:
     """KV of the old and of the new weights never meet in the cache (FC-39)."""
@@ -198,6 +200,7 @@ def test_weights_changed_during_a_session(change: str) -> None:
         expect_same(cache, model, lambda m, ids=text: greedy(m, ids))
 
 
+@both_ways
 def test_weights_changed_by_a_streamer_in_the_middle_of_generate() -> None:
     model = tiny()
 
@@ -219,6 +222,7 @@ def test_weights_changed_by_a_streamer_in_the_middle_of_generate() -> None:
         expect_same(cache, model, lambda m, ids=text: greedy(m, ids))
 
 
+@both_ways
 def test_training_between_generations() -> None:
     """A loop of the kind RL code has: generate, learn from it, generate again, all while attached."""
     model = tiny()
@@ -257,6 +261,7 @@ def test_invalidate() -> None:
     books(cache)
 
 
+@both_ways
 @needs_cache
 def test_invalidate_during_a_session() -> None:
     """FC-39: refused, or what the running session holds is never committed."""
@@ -283,6 +288,7 @@ def test_invalidate_during_a_session() -> None:
     expect_same(cache, model, lambda m: greedy(m, IDS), reference)
 
 
+@both_ways
 def test_steering_by_a_forward_hook() -> None:
     """A hook that adds a direction to a layer's output makes other KV; so does taking it away again."""
     model = tiny()
@@ -311,6 +317,7 @@ def test_steering_by_a_forward_hook() -> None:
     books(cache)
 
 
+@both_ways
 def test_a_replaced_forward_of_one_layer() -> None:
     """Patching a method of a module steers as well."""
     model = tiny()
@@ -351,6 +358,7 @@ def test_a_hook_that_only_looks_does_not_stop_the_hits() -> None:
     assert len(seen) >= 3 * 4
 
 
+@both_ways
 def test_the_float_type_changed() -> None:
     """While attached the result is right; a pool of the wrong type may be refused when it is attached anew."""
     model = tiny()

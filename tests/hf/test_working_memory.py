@@ -17,7 +17,7 @@ def test_long_cold_prompts_keep_only_the_window_and_go_on_exactly(block_size: in
     model = tiny("gemma3")
     reference = twin(model)
     window = model.config.sliding_window
-    cache = make_cache(model, block_size=block_size, num_blocks=256)
+    cache = make_cache(model, block_size=block_size, num_blocks=256, decode="contiguous")
     ids = prompt(4 * window + 300)
     kwargs = dict(max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
     with cache.attached(model):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_engine_flashinfer import small
 
 from radixkv.engine.graphs import graph_sizes
+from radixkv.engine.runner import GraphLimits, ModelRunner
 from tests.attention.fake_flashinfer import Double
 from tests.attention.flashinfer_testkit import over_double
 
@@ -404,3 +405,38 @@ def test_inference_mode_may_come_and_go():
             assert tokens_of(engine.generate(PROMPTS, params(8))) == expected
     assert engine.no_graphs_reason is None
     assert engine.num_graph_steps > 0
+
+
+def test_logits_stay_when_the_next_step_is_replayed():
+    model = tiny("llama_gqa")
+    pool = steps.Pool(model)
+    runner = ModelRunner(
+        model, pool.store, over_double(double=Double.relaxed(graphs=True)), GraphLimits(4, 64)
+    )
+    runner.under("these weights")
+    sequences = [pool.seq(20, seed) for seed in range(3)]
+    runner.execute(pool.step([(seq, 12) for seq in sequences]))
+    kept = []
+    for _ in range(5):
+        logits = runner.execute(pool.step([(seq, 1) for seq in sequences]))
+        kept.append((logits, logits.clone()))
+    assert runner.graphs.num_replays == 4
+    for logits, as_they_were in kept:
+        assert logits.shape == (3, runner.vocab_size)
+        assert torch.equal(logits, as_they_were)
+    for row, seq in zip(kept[-1][0], sequences, strict=True):
+        wanted = steps.plain_logits(twin(model), seq.tokens[: seq.done])[-1]
+        torch.testing.assert_close(row, wanted, rtol=0, atol=2e-3)
+
+
+def test_contexts_as_long_as_there_may_be():
+    """The longest context fills what there is for page ids, and nothing is planned beyond it."""
+    model = tiny("gemma3")
+    reference = twin(model)
+    for num_blocks, max_seq_len in ((64, 21), (6, 64)):
+        engine = graph_engine(model, max_num_seqs=1, num_blocks=num_blocks, max_seq_len=max_seq_len)
+        ids = PROMPTS[0][:5]
+        (out,) = engine.generate([ids], params(16))
+        assert out.token_ids == alone(reference, ids, 16)
+        assert engine.num_graph_steps == 14
+        drained(engine)

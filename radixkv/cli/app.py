@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -13,7 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from radixkv.cli import EXIT_BROKEN_PIPE, EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from radixkv.cli import (
+    EXIT_BROKEN_PIPE,
+    EXIT_DIFFERS,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+)
+from radixkv.cli.signals import Terminated, terminable
+from radixkv.cli.streams import OutputFailed, ReaderGone, checked_stdout, give_up, printable, writable
 from radixkv.core.errors import RadixKVError, is_out_of_memory
 from radixkv.demo.errors import DemoError
 
@@ -82,52 +90,52 @@ DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
 def run(arguments: list[str]) -> int:
     """Run a command line and return its exit code. A mistake of the user ends in one line on stderr."""
     try:
-        code = app(args=arguments, prog_name="radixkv", standalone_mode=False)
+        with terminable(), checked_stdout():
+            code = app(args=arguments, prog_name="radixkv", standalone_mode=False)
         return EXIT_OK if code is None else int(code)
     except (KeyboardInterrupt, typer.Abort, _Interrupted):
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except _ReaderGone:
-        # The reader has gone; without this the interpreter fails once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Terminated:
+        return _fail("terminated", EXIT_TERMINATED)
+    except ReaderGone:
         return EXIT_BROKEN_PIPE
     except _UsageProblem as problem:
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "radixkv"
         return _fail(f"{problem.format_message().rstrip('.')}. Try '{command} --help'.")  # type: ignore[attr-defined]
-    except (DemoError, RadixKVError) as problem:
+    except (DemoError, RadixKVError, OutputFailed) as problem:
         return _fail(str(problem))
     except (MemoryError, RuntimeError) as problem:
         if not is_out_of_memory(problem):
             raise
-        return _fail("out of memory: close other programs, or use --quick, --tiny or a smaller model")
+        smaller = "--quick, --tiny or a smaller model"
+        if arguments[:1] == ["replay"]:
+            smaller = "--limit to replay less of the trace, or fewer --jobs"
+        return _fail(f"out of memory: close other programs, or use {smaller}")
 
 
 class _Interrupted(Exception):
     """Ctrl-C in a command; typer would end the process without a word."""
 
 
-class _ReaderGone(Exception):
-    """Whoever read our output has left (`| head`); typer would end with 1, which means something else here."""
-
-
 def _guarded(work: Callable[[], int]) -> int:
     try:
-        code = work()
-        sys.stdout.flush()
-        return code
+        return work()
     except KeyboardInterrupt as error:
         raise _Interrupted from error
-    except BrokenPipeError as error:
-        raise _ReaderGone from error
 
 
 def _fail(message: str, code: int = EXIT_USAGE) -> int:
-    print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        print(f"radixkv: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    except OSError:
+        give_up(sys.stderr)  # nobody can be told
     return code
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    sys.stdout.write((text if writable(text) else json.dumps(document, indent=2)) + "\n")
 
 
 def _report(report: ModuleType, result: Any, setting: dict[str, Any], output: Format) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from radixkv.demo.plot import as_label
 from radixkv.replay import OPTIMA, ReplayResult
 
 if TYPE_CHECKING:
@@ -56,13 +57,15 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
     if result.kv_size is not None:
         size = result.kv_size.bytes_per_token * trace["block_size"] / 2**30
         above = panel.secondary_xaxis("top", functions=(lambda x: x * size, lambda x: x / size))
-        above.set_xlabel(f"GiB of KV ({result.kv_size.name}, {result.kv_size.dtype})")
+        above.set_xlabel(
+            f"GiB of KV ({as_label(result.kv_size.name)}, {result.kv_size.dtype})", parse_math=False
+        )
         above.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    name = trace["name"].replace("\\", "/").rsplit("/", 1)[-1].replace("$", r"\$")
-    panel.set_title(
-        f"{name}: {trace['requests']:,} requests, {trace['prompt_tokens']:,} tokens", loc="left", fontsize=11
-    )
+    name = as_label(trace["name"].replace("\\", "/").rsplit("/", 1)[-1])
+    title = f"{name}: {trace['requests']:,} requests, {trace['prompt_tokens']:,} tokens"
+    panel.set_title(title, loc="left", fontsize=11, parse_math=False)
     panel.grid(linewidth=0.5, alpha=0.5)
     panel.set_axisbelow(True)
     panel.spines["right"].set_visible(False)
-    panel.legend(frameon=False, loc="lower right")
+    for text in panel.legend(frameon=False, loc="lower right").get_texts():
+        text.set_parse_math(False)

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from radixkv.cli.streams import printable
 from radixkv.replay import OPTIMA, PolicyResult, ReplayResult
 
 if TYPE_CHECKING:
@@ -40,14 +41,14 @@ def heading(result: ReplayResult) -> list[str]:
     skipped = f", {trace['skipped']:,} skipped" if trace["skipped"] else ""
     size = "" if result.kv_size is None else f" ({_bytes(unlimited['blocks'] * _block_bytes(result))})"
     lines = [
-        f"[bold]{escape(trace['name'])}[/bold]: {trace['requests']:,} requests{skipped}, "
+        f"[bold]{escape(printable(trace['name']))}[/bold]: {trace['requests']:,} requests{skipped}, "
         f"{trace['prompt_tokens']:,} prompt tokens, blocks of {trace['block_size']}",
         f"A cache that never evicts would hold {unlimited['blocks']:,} blocks{size} at the end and skip "
         f"{_percent(unlimited['hit_rate'])} of the prefill. The longest request has "
         f"{trace['longest_request_blocks']:,} blocks.",
     ]
     if result.kv_size is not None:
-        lines.append(escape(str(result.kv_size)))
+        lines.append(escape(printable(str(result.kv_size))))
     return lines
 
 

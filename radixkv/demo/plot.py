@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,8 @@ def write_plot(result: DemoResult, path: Path, model_name: str) -> None:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure, by the suffix of the file. A file of that name is replaced as a whole or not at all."""
     try:
-        with replacing(path) as part:
+        with replacing(path) as part, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # names may have characters that no font here has
             figure.savefig(part, format=path.suffix[1:].lower(), dpi=150)
     except OSError as error:
         raise DemoError(f"--plot {path}: {error.strerror or error}") from error

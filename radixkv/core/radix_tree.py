@@ -33,7 +33,14 @@ from radixkv.core.listener import TreeListener
 from radixkv.core.match import InsertResult, Match, Tail
 from radixkv.core.namespace import Namespace, canonical_namespace
 from radixkv.core.node import Node, Root, below, children, last_block
-from radixkv.core.tokens import TOKEN_BYTES, TokenArray, require_non_negative, to_int64, token_bytes
+from radixkv.core.tokens import (
+    TOKEN_BYTES,
+    TokenArray,
+    require_block_size,
+    require_non_negative,
+    to_int64,
+    token_bytes,
+)
 from radixkv.core.tree_check import check_nodes
 
 __all__ = ["InsertResult", "Match", "NodeInfo", "RadixTree", "Tail"]
@@ -92,7 +99,7 @@ class RadixTree(LinkedNodes):
 
     Args:
         pool: The pool of the blocks; a pool takes one tree.
-        block_size: Tokens in a block.
+        block_size: Tokens in a block, 1,048,576 at most.
         policy: Who is evicted first: the name of a policy (`policy_names()`), or one made for this pool.
 
     Raises:
@@ -100,9 +107,7 @@ class RadixTree(LinkedNodes):
     """
 
     def __init__(self, pool: BlockPool, block_size: int = 16, policy: str | EvictionPolicy = "lru") -> None:
-        if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)) or block_size < 1:
-            raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
-        super().__init__(int(block_size), make_policy(policy, pool.num_blocks))
+        super().__init__(require_block_size(block_size), make_policy(policy, pool.num_blocks))
         self._policy.bind(self._block_size)
         pool.attach_tree(self, self._block_size)
         self._pool = pool

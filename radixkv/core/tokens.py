@@ -13,6 +13,24 @@ import numpy.typing as npt
 
 from radixkv.core.errors import InvalidRequestError
 
+#: Most tokens in a block. Tables of one number for each row of a block are kept, so that there has to be an end.
+MAX_BLOCK_SIZE = 2**20
+
+
+def require_block_size(block_size: Any) -> int:
+    """A number of tokens in a block, checked.
+
+    Raises:
+        InvalidRequestError: It is no integer from 1 to `MAX_BLOCK_SIZE`.
+    """
+    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)) or block_size < 1:
+        raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
+    if block_size > MAX_BLOCK_SIZE:
+        got = f", got {block_size:,}" if block_size < 2**64 else ""  # Python writes no number of any length
+        raise InvalidRequestError(f"block_size must be at most {MAX_BLOCK_SIZE:,} tokens{got}")
+    return int(block_size)
+
+
 TokenArray = npt.NDArray[np.int64]
 
 TOKEN_BYTES = 8

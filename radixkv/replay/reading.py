@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.tokens import require_block_size
 from radixkv.replay.shapes import BadRequest, RequestReader, shape_of
 from radixkv.replay.tokenizing import as_tokenizer
 from radixkv.replay.trace import HASH_IDS, Trace
@@ -83,15 +84,13 @@ def read_trace(
 
 
 def check_options(block_size: int | None, limit: int | None) -> None:
-    """Make sure that these are numbers of at least 1, or None.
+    """Make sure that these are numbers of at least 1 that can be used, or None.
 
     Raises:
         InvalidRequestError: They are not.
     """
-    if block_size is not None and (
-        isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
-    ):
-        raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
+    if block_size is not None:
+        require_block_size(block_size)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InvalidRequestError(f"limit must be an integer of at least 1, got {limit!r}")
 

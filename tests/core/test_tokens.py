@@ -7,7 +7,8 @@ import array
 import numpy as np
 import pytest
 
-from radixkv.core import InvalidRequestError, as_tokens
+from radixkv.core import BlockPool, InvalidRequestError, RadixTree, as_tokens
+from radixkv.core.tokens import MAX_BLOCK_SIZE, require_block_size
 
 
 class Index:
@@ -102,3 +103,27 @@ def test_torch_tensors_without_importing_torch_ourselves():
     for wrong in (tensor.float(), tensor.bool(), tensor.to(torch.bfloat16), tensor[None]):
         with pytest.raises(InvalidRequestError):
             as_tokens(wrong)
+
+
+@pytest.mark.parametrize(
+    "size", [2**20 + 1, 10**7, 10**9, 10**11, 2**63 - 1, 2**63, 10**20, 10**400, np.int64(2**40)]
+)
+def test_blocks_have_an_end(size):
+    for make in (lambda: require_block_size(size), lambda: RadixTree(BlockPool(4), block_size=size)):
+        with pytest.raises(InvalidRequestError, match=r"at most 1,048,576 tokens") as caught:
+            make()
+        assert len(str(caught.value)) < 100
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "16", None])
+def test_what_is_no_block_size(size):
+    with pytest.raises(InvalidRequestError, match="must be an integer of at least 1"):
+        require_block_size(size)
+
+
+def test_the_largest_block_works():
+    tree = RadixTree(BlockPool(4), block_size=MAX_BLOCK_SIZE)
+    assert require_block_size(np.int32(16)) == 16
+    tree.pool.release(tree.insert([1, 2, 3], tree.allocate(1)).blocks)
+    assert tree.match_length([1, 2, 9]) == 2
+    tree.check()

@@ -19,6 +19,9 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 _DTYPES = ("dtype", "torch_dtype")
+# Where a config of several models has the one of the text.
+_TEXT = ("text_config", "llm_config")
+_MOST = 10**6  # layers, heads or dimensions: more is a mistake, and nothing to count with
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
 _DEFAULT_DTYPE = "bfloat16"
@@ -79,7 +82,7 @@ def kv_size(config: Any) -> KVSize:
         InvalidRequestError: It cannot be read, or does not say what is needed.
     """
     name, fields = _load(config)
-    fields = fields.get("text_config") or fields.get("llm_config") or fields
+    fields = _of_text(name, fields)
     found = _read(name, fields)
     if found is None and isinstance(config, (str, Path)):
         # A config.json may leave out what is its model type's default, which transformers knows.
@@ -90,6 +93,18 @@ def kv_size(config: Any) -> KVSize:
             f"model config {name}: does not say how many layers, heads and dimensions the model has"
         )
     return found
+
+
+def _of_text(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, where a config holds several."""
+    for key in _TEXT:
+        if not isinstance(inner := fields.get(key) or {}, dict):
+            raise InvalidRequestError(
+                f"model config {name}: {key} must be an object, got {type(inner).__name__}"
+            )
+        if inner:
+            return inner
+    return fields
 
 
 def _read(name: str, fields: dict[str, Any]) -> KVSize | None:
@@ -111,10 +126,10 @@ def _shapes(fields: dict[str, Any]) -> list[tuple[int, int, int]] | None:
     model = fields.get("model_type")
     if model == "longcat_flash":
         layers = 2 * (_positive(fields, "num_layers") or layers)  # two attentions in each
-    key_dim = _positive(fields, "head_dim") or _positive(fields, "kv_channels")
+    key_dim = _first(fields, ("head_dim", "kv_channels"))
     width = _first(fields, _WIDTH)
     if key_dim is None and width is not None:
-        key_dim = width // heads
+        key_dim = width // heads or None
     value_dim = _positive(fields, "v_head_dim") or key_dim
     kv_heads = _kv_heads(fields, heads)
     latent, rope = _positive(fields, "kv_lora_rank"), _positive(fields, "qk_rope_head_dim")
@@ -143,7 +158,7 @@ def _shapes(fields: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         elif kind == "sliding_attention" and model == "mimo_v2_flash":
             shape = 2 * kv_heads, key_dim, value_dim
         if isinstance(own, dict) and isinstance(of_layer := _of_layer(own, layer), dict):
-            own_dim = _positive(of_layer, "head_dim")
+            own_dim = _first(of_layer, ("head_dim",))
             shape = _first(of_layer, _KV_HEADS) or shape[0], own_dim or shape[1], own_dim or shape[2]
         shapes.append(shape)
     return shapes
@@ -167,12 +182,29 @@ def _of_layer(own: dict[Any, Any], layer: int) -> Any:
 
 
 def _first(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if (value := _positive(fields, name)) is not None), None)
+    """The first of these that is there; what has no meaning is refused, so that no wrong size comes of it."""
+    for name in names:
+        if fields.get(name) is None:
+            continue
+        if (value := _positive(fields, name)) is None:
+            got = type(fields[name]).__name__
+            if isinstance(fields[name], (int, float, str)) and not _is_huge(fields[name]):
+                got = str(fields[name])
+            raise InvalidRequestError(
+                f"model config: {name} must be an integer from 1 to {_MOST:,}, got {got[:40]}"
+            )
+        return value
+    return None
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether it is a number of more digits than anybody wants to read."""
+    return isinstance(value, int) and abs(value) >= 2**63
 
 
 def _positive(fields: dict[str, Any], name: str) -> int | None:
     value = fields.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST else None
 
 
 def _bytes_of(dtype: str) -> int:
@@ -196,7 +228,7 @@ def _load(config: Any) -> tuple[str, dict[str, Any]]:
         raise InvalidRequestError(
             f"model_config is a path, a hub id, a dict or a config object, got {type(config).__name__}"
         )
-    for key in ("text_config", "llm_config"):
+    for key in _TEXT:
         if isinstance(fields.get(key), dict):
             inherited = {k: fields[k] for k in _DTYPES if fields.get(k)}
             fields[key] = {**inherited, **fields[key]}
@@ -215,8 +247,11 @@ def _from_path(name: str) -> tuple[str, dict[str, Any]]:
         raise InvalidRequestError(f"model config {name}: there is no {path.name}") from error
     except OSError as error:
         raise InvalidRequestError(f"model config {name} cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise InvalidRequestError(f"model config {name} is nested too deeply to be one") from error
     except ValueError as error:
-        raise InvalidRequestError(f"model config {name} is not JSON: {error}") from error
+        reason = str(error).partition(";")[0]  # what follows is advice to programmers
+        raise InvalidRequestError(f"model config {name} is not JSON: {reason}") from error
     if not isinstance(fields, dict):
         raise InvalidRequestError(f"model config {name} is not a JSON object")
     folder = path.absolute().parent.name

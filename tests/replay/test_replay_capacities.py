@@ -215,6 +215,23 @@ def test_a_config_that_leaves_out_defaults_is_completed(tmp_path):
         ("\xff\xfe", "is not JSON"),
         ('{"num_hidden_layers": 2}', "cannot be loaded|does not say"),
         (json.dumps({**LLAMA, "torch_dtype": "int4"}), "dtype 'int4'"),
+        ('{"a": ' + "[" * 200000 + "]" * 200000 + "}", "nested too deeply"),
+        ('{"num_hidden_layers": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
+        *(
+            (
+                json.dumps({**LLAMA, "head_dim": 64, key: value}),
+                f"{key} must be an integer from 1 to 1,000,000",
+            )
+            for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+            for value in (0, -3, 2.0, "2", [8, 4], {}, True, 10**7, 10**300, float("nan"))
+        ),
+        (json.dumps({**LLAMA, "hidden_size": 0}), "hidden_size must be an integer"),
+        (json.dumps({**LLAMA, "hidden_size": 1}), "cannot be loaded|does not say"),
+        *(
+            (json.dumps({**LLAMA, key: value}), f"{key} must be an object, got {type(value).__name__}")
+            for key in ("text_config", "llm_config")
+            for value in ("x", [1], 5)
+        ),
     ],
 )
 def test_configs_that_say_nothing(tmp_path, text, reason):

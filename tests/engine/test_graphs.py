@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 
+import hf_testkit as kit
 import pytest
 import step_testkit as steps
 import torch
@@ -21,6 +22,8 @@ from tests.attention.flashinfer_testkit import over_double
 
 PROMPTS = family(21, 1, 5, 12, 3) + family(0, 1, 2, 30, seed=7)
 WARNINGS = "radixkv.engine"
+# Their forwards in older transformers: experts one by one, a look for padding.
+WAIT_BEFORE_5 = ("gpt2", "gpt_oss", "mixtral")
 
 
 def reasons(caplog):
@@ -62,6 +65,9 @@ def test_tokens_are_those_of_generate(name, caplog):
         for _ in range(2):
             assert tokens_of(engine.generate(PROMPTS, params(10))) == expected
             drained(engine)
+    if name in WAIT_BEFORE_5 and kit.TRANSFORMERS < (5,):
+        assert "waits for the device" in engine.no_graphs_reason
+        return
     assert reasons(caplog) == []
     assert engine.no_graphs_reason is None
     assert engine.num_graph_steps >= 14

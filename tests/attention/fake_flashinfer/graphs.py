@@ -121,6 +121,8 @@ class _Recorder(TorchDispatchMode):
             self.own[one.untyped_storage()._cdata] = one.untyped_storage()
         self.rubbish += fresh
         name = func.overloadpacket.__name__
+        if name == "lift_fresh":  # of a number that Python wrote: part of the recording
+            self.own |= {one.untyped_storage()._cdata: one.untyped_storage() for one in inputs}
         if name in _EMPTY or not (fresh or func._schema.is_mutable):
             return out  # room, or another view of it
         if name == "set_":

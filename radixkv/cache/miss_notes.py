@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import OrderedDict
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.cache.key_table import Keys, KeyTable, Places
+from radixkv.cache.prefix_keys import MASK, PrefixKeys
 from radixkv.core.block_states import BlockIds
 from radixkv.core.hashing import namespace_seed
 from radixkv.core.listener import TreeListener
@@ -19,10 +25,10 @@ __all__ = ["MissNotes", "readable"]
 _MAX_BYTES = 64 << 20
 _BLOCKS_PER_BLOCK = 32
 _MAX_NAMES = 256
+_MAX_EARLY = 16
+_MAX_SEEN = 1 << 23
 _LAST_TIME = 2**32 - 1
-_MASK = 2**64 - 1
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # added for each token, so that a token 0 counts
-_HIGH = np.uint64(32)
+_HIGH_HALF = int(sys.byteorder == "little")
 _ONE = np.uint32(1)
 
 
@@ -34,6 +40,7 @@ class _Name:
         cleared: What was cached up to this time was cleared.
         closed: Nothing will be cached in it again.
         doubtful: What was cached up to this time may have been cleared.
+        place: In the list; early ones have the first places, and are never dropped from it.
         seed: Added to the keys of what was cached in it; `kept_seed` of what was not kept, `bypass_seed` of
             what was passed through.
     """
@@ -57,27 +64,39 @@ class _Name:
 class MissNotes(TreeListener):
     """Remembers which prefixes were cached, and says of a lookup why it found no more.
 
-    A prefix is remembered by a 64-bit key of its tokens (a multilinear form with random factors, Carter and Wegman,
-    1979, plus a seed for its namespace), never by the tokens. One table has a row for each block: the key of the
-    prefix that ends with the block's first token, and 32 bits for each longer one within the block. Another has
-    the keys of single tokens in blocks whose first token stands in the first table with another continuation.
-    So the answer is right to the token.
+    A prefix is remembered by a 64-bit key of its tokens (`PrefixKeys`, plus a seed for its namespace), never by the
+    tokens. One table has a row for each block: the key of the prefix that ends with the block's first token, and 32
+    bits for each longer one within the block. Another has the keys of single tokens in blocks whose first token stands
+    in the first table with another continuation. So the answer is right to the token.
+
+    Whether another namespace had a prefix is asked of all that are known: the first 16, and the 240 others that were in
+    use last. What those others store also sets a mark for its key without the seed. Where there is no such mark, no
+    namespace but the 16 can have had the prefix, whether or not it is still known, and the others need not be asked.
 
     What it says is true, up to collisions of keys (`2**-31` for each lookup, at worst): "never_seen" is said only if
     nothing has been forgotten that could be it, else "unknown".
 
     Costs: a full hit none; a lookup one product over the tokens up to the position that is missing, and a search in
-    the tables; newly cached blocks one row each, when they are stored. Memory: 32 rows or more for each block of the
-    pool, of `12 + 4 * block_size` bytes, but no more than 64 MiB; and no more than 13 MiB for the second table.
+    the tables; newly cached blocks one row each, when they are stored, however long the path before them is. Memory:
+    32 rows or more for each block of the pool, of `12 + 4 * block_size` bytes, but no more than 64 MiB; no more than 13
+    MiB for the second table, 8 MiB for marks and 1 MiB for factors; and 8 bytes for each block of the pool.
 
     Args:
         num_blocks: Blocks of the pool.
         block_size: Tokens in a block.
         num_rows: Blocks to remember, a power of two of at least 4; None: as below.
+        lock: The pool's, under which the tree calls its listeners; the other methods take it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int | None = None,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
         self._size = block_size
+        self._lock = threading.RLock() if lock is None else lock
         if num_rows is None:
             most = max(4, _MAX_BYTES // (12 + 4 * block_size))
             wanted = max(1024, num_blocks * _BLOCKS_PER_BLOCK)
@@ -85,19 +104,26 @@ class MissNotes(TreeListener):
         self.num_rows = num_rows
         self._rows = KeyTable(num_rows, block_size)
         self._singles = KeyTable(max(4, min(num_rows * 4, 1 << 20)))
-        self._factors = np.empty(0, np.uint64)
-        self._random = np.random.default_rng()
+        self._prefixes = PrefixKeys()
+        self._ends = np.zeros(
+            num_blocks, np.uint64
+        )  # key of the path up to the end of each whole block, 0: not known
         self._time = 0
-        self._names: OrderedDict[bytes, _Name] = OrderedDict()
-        self._keys: list[bytes] = []  # by place
+        self._early: dict[bytes, _Name] = {}
+        self._late: OrderedDict[bytes, _Name] = OrderedDict()
+        self._places: list[_Name] = []
         self._seeds = np.empty(_MAX_NAMES, np.uint64)  # by place
         self._lost_names = False
+        num_marks = min(1 << (num_rows * block_size - 1).bit_length(), _MAX_SEEN)
+        self._seen = np.zeros(num_marks, np.bool_)  # what late namespaces stored
+        self._seen_shift = np.uint64(64 - (num_marks.bit_length() - 1))
         self._cleared = 0  # the latest time up to which something was cleared
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the tables can come to take."""
-        return self._rows.num_bytes + self._singles.num_bytes
+        """Memory that it can come to take."""
+        tables = self._rows.num_bytes + self._singles.num_bytes
+        return tables + self._prefixes.num_bytes + self._ends.nbytes + self._seen.nbytes
 
     # -- told by the tree ------------------------------------------------------------------------------------
 
@@ -109,9 +135,9 @@ class MissNotes(TreeListener):
             return None
         name = self._name(namespace)
         start = num_hit // self._size * self._size
-        key = first = self._key(tokens, start + 1)
+        key = first = self._prefixes.key(tokens, start + 1)
         if num_hit > start:
-            key = self._key(tokens, num_hit + 1, start + 1, first)
+            key = self._prefixes.key(tokens, num_hit + 1, start + 1, first)
         reason, other = self._why(name, first, key, num_hit - start)
         if other is None:
             return MissNote(num_hit, reason)
@@ -124,28 +150,40 @@ class MissNotes(TreeListener):
         self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds, parent: int
     ) -> None:
         """Remember these blocks."""
-        name = self._name(namespace)
-        self._remember(name.seed, tokens, first, max(name.cleared, name.doubtful))
+        size, name = self._size, self._name(namespace)
+        start = first * size
+        key = int(self._ends[parent]) if parent >= 0 else 0
+        if start and not key:  # stored before this listened
+            key = self._prefixes.key(tokens, start)
+        keys = self._prefixes.following(tokens, start, (key + name.seed) & MASK)
+        ends = keys[size - 1 :: size] - np.uint64(name.seed)
+        self._ends[blocks[: len(ends)]] = ends
+        if name.place >= _MAX_EARLY:
+            self._seen[((keys - np.uint64(name.seed)) >> self._seen_shift).view(np.int64)] = True
+        self._remember(keys, max(name.cleared, name.doubtful))
 
     def on_cleared(self) -> None:
         """What is remembered was cleared."""
         self.cleared(None)
 
-    # -- told by the cache, under the lock of the tree --------------------------------------------------------
+    # -- told by the cache -----------------------------------------------------------------------------------
 
     def learn(self, namespace: bytes, user: bytes) -> None:
         """A namespace of the tree belongs to a user's namespace (canonical)."""
-        name = self._name(namespace, user)
-        if name.user != user:
-            name.belongs_to(user)
+        with self._lock:
+            name = self._name(namespace, user)
+            if name.user != user:
+                name.belongs_to(user)
 
     def not_kept(self, namespace: bytes, tokens: TokenArray, first: int) -> None:
         """These tokens were computed, and from block `first` on there was no room."""
-        self._remember(self._name(namespace).kept_seed, tokens, first)
+        with self._lock:
+            self._pass_by(self._name(namespace).kept_seed, tokens, first * self._size)
 
     def bypassed(self, user: bytes, tokens: TokenArray) -> None:
         """A prompt of a user's namespace (canonical) was passed through."""
-        self._remember(_bypass_seed(user), tokens, 0)
+        with self._lock:
+            self._pass_by(_bypass_seed(user), tokens, 0)
 
     def cleared(self, namespaces: set[bytes] | None, forever: bool = False) -> None:
         """Everything in these namespaces of the tree, or in all (None), was dropped on purpose.
@@ -154,19 +192,24 @@ class MissNotes(TreeListener):
             namespaces: Canonical namespaces of the tree.
             forever: Nothing will be cached in them again: others take their place.
         """
-        self._cleared = self._tick()
-        for key, name in self._names.items():
-            if namespaces is None or key in namespaces:
-                name.cleared = self._cleared
-                name.closed |= forever
+        with self._lock:
+            self._cleared = self._tick()
+            for known in (self._early, self._late):
+                for key, name in known.items():
+                    if namespaces is None or key in namespaces:
+                        name.cleared = self._cleared
+                        name.closed |= forever
 
     # -- inner -----------------------------------------------------------------------------------------------
 
     def _why(self, name: _Name, first: int, key: int, row: int) -> tuple[str, _Name | None]:
         """The reason for a position, row `row` of a block, from the keys of the block's first token and its own."""
         own = [name.seed, name.kept_seed, name.bypass_seed]
-        seeds = np.concatenate((np.array(own, np.uint64), self._seeds[: len(self._keys)]))
-        seeds[len(own) + name.place] = name.seed  # itself, once more
+        late = bool(self._seen[key >> int(self._seen_shift)])
+        others = self._seeds[: len(self._places) if late else min(len(self._places), _MAX_EARLY)]
+        seeds = np.concatenate((np.array(own, np.uint64), others))
+        if name.place < len(others):
+            seeds[len(own) + name.place] = name.seed  # itself, once more
         times, certain = self._times(first, key, row, seeds)
         own_time, kept, bypassed = times[:3].tolist()
         if own_time:
@@ -178,11 +221,11 @@ class MissNotes(TreeListener):
         if bypassed:
             return "bypassed", None
         if times.any():
-            other = self._names[self._keys[int(times[3:].argmax())]]
+            other = self._places[int(times[3:].argmax())]
             if other.user == name.user and other.closed:
                 return "cleared", None
             return "other_namespace", other
-        return ("never_seen" if certain and not self._lost_names else "unknown"), None
+        return ("never_seen" if certain and not (late and self._lost_names) else "unknown"), None
 
     def _times(self, first: int, key: int, row: int, seeds: Keys) -> tuple[Places, bool]:
         """When the prefix of `key` was last mentioned under each seed, 0 for never; whether a 0 is certain."""
@@ -200,25 +243,34 @@ class MissNotes(TreeListener):
             forgotten |= singles.may_have_forgotten(keys)
         return times, not forgotten[times == 0].any()
 
-    def _remember(self, seed: int, tokens: TokenArray, first: int, since: int = 0) -> None:
-        """Remember blocks `first` on of a path; what is known from before the time `since` is obsolete."""
-        size = self._size
-        start = first * size
-        num = len(tokens) - start
-        if num <= 0:
-            return
-        keys = self._all_keys(tokens, start, seed)
+    def _pass_by(self, seed: int, tokens: TokenArray, start: int) -> None:
+        if start < len(tokens):
+            key = self._prefixes.key(tokens, start) + seed
+            self._remember(self._prefixes.following(tokens, start, key & MASK))
+
+    def _remember(self, keys: Keys, since: int = 0) -> None:
+        """Remember the prefixes with these keys, of which the first ends with the first token of a block.
+
+        Args:
+            keys: `uint64[...]`, at least one.
+            since: What is known from before this time is obsolete.
+        """
+        size, num = self._size, len(keys)
         firsts = keys[::size]
-        flat = np.zeros(len(firsts) * size, np.uint32)
-        flat[:num] = _marks(keys)
+        flat = _marks(keys)
+        if num % size:
+            flat = np.concatenate((flat, np.zeros(-num % size, np.uint32)))
         marks = flat.reshape(-1, size)
         time = self._tick()
         places, before = self._rows.put(firsts, time)
-        there = np.flatnonzero(places >= 0)
         if not before.any():
-            self._rows.marks[places[there]] = marks[there]
+            if (places < 0).any():
+                there = np.flatnonzero(places >= 0)
+                places, marks = places[there], marks[there]
+            self._rows.marks[places] = marks
             return
         old = self._rows.marks[places]
+        old[before == 0] = 0
         stale = (before > 0) & (before <= since)
         if stale.any():
             lost = stale & ((old != 0) & (old != marks)).any(axis=1)
@@ -236,54 +288,36 @@ class MissNotes(TreeListener):
             if len(single):
                 self._singles.put(single, time)
 
-    def _all_keys(self, tokens: TokenArray, start: int, seed: int) -> Keys:
-        """`uint64[len(tokens) - start]`, the key of each prefix that is longer than `start`."""
-        self._grow_factors(len(tokens))
-        keys = tokens[start:].view(np.uint64) * self._factors[start : len(tokens)]
-        keys += _STEP
-        keys[:1] += np.uint64((self._key(tokens, start) + seed) & _MASK)
-        return np.cumsum(keys, out=keys)
-
-    def _key(self, tokens: TokenArray, stop: int, start: int = 0, key: int = 0) -> int:
-        """Key of the first `stop` tokens, without a seed; `key` is that of the first `start`."""
-        self._grow_factors(stop)
-        more = int(np.dot(tokens[start:stop].view(np.uint64), self._factors[start:stop]))
-        return (key + more + (stop - start) * int(_STEP)) & _MASK
-
-    def _grow_factors(self, num: int) -> None:
-        if num > len(self._factors):
-            more = max(1024, num, 2 * len(self._factors)) - len(self._factors)
-            fresh = self._random.integers(0, 2**64, more, dtype=np.uint64)
-            self._factors = np.concatenate((self._factors, fresh | np.uint64(1)))
-
     def _tick(self) -> int:
         if self._time == _LAST_TIME:
             self._rows.forget_all()
             self._singles.forget_all()
             self._time = self._cleared = 0
-            for name in self._names.values():
+            for name in self._places:
                 name.cleared = name.doubtful = 0
         self._time += 1
         return self._time
 
     def _name(self, key: bytes, user: bytes | None = None) -> _Name:
-        name = self._names.get(key)
+        name = self._early.get(key)
         if name is not None:
-            self._names.move_to_end(key)
             return name
-        place = len(self._keys)
+        name = self._late.get(key)
+        if name is not None:
+            self._late.move_to_end(key)
+            return name
+        place = len(self._places)
         if place == _MAX_NAMES:
-            _, oldest = self._names.popitem(last=False)
+            _, oldest = self._late.popitem(last=False)
             place = oldest.place
             self._lost_names = True
-        else:
-            self._keys.append(key)
         # If it is one that was dropped from the list, nobody knows any longer whether it was cleared.
         doubtful = self._cleared if self._lost_names else 0
         name = _Name(key, key if user is None else user, doubtful, place)
-        self._keys[place] = key
+        self._places[place : place + 1] = [name]
         self._seeds[place] = name.seed
-        self._names[key] = name
+        known = self._early if place < _MAX_EARLY else self._late
+        known[key] = name
         return name
 
 
@@ -291,9 +325,9 @@ def _bypass_seed(user: bytes) -> int:
     return namespace_seed(b"bypassed;" + user)
 
 
-def _marks(keys: Keys) -> np.ndarray:
+def _marks(keys: Keys) -> npt.NDArray[np.uint32]:
     """32 bits of each key, never 0. The high ones: a multilinear form is best there."""
-    return (keys >> _HIGH).astype(np.uint32) | _ONE
+    return keys.view(np.uint32)[_HIGH_HALF::2] | _ONE
 
 
 def readable(canonical: bytes) -> str:

@@ -92,7 +92,7 @@ class PrefixCache:
         self.tree = RadixTree(self.pool, block_size=block_size, policy=policy)
         self.store = KVStore(layout, size, block_size)
         self._recorder = StatsRecorder()
-        self._notes = MissNotes(size, block_size)
+        self._notes = MissNotes(size, block_size, lock=self.pool.lock)
         self.tree.add_listener(self._notes)
         # One lock over pool and tree. KV is copied outside of it: a leased block does not change, and a
         # freshly allocated one is known to nobody else.

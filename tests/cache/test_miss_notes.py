@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.cache import miss_notes
 from radixkv.cache.key_table import KeyTable
 from radixkv.cache.miss_notes import MissNotes, readable
+from radixkv.cache.prefix_keys import PrefixKeys
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.listener import TreeListener
 from radixkv.core.namespace import canonical_namespace
@@ -149,6 +155,57 @@ def test_a_table_that_is_too_small_says_unknown_and_nothing_wrong(events, block_
         assert note.reason in [*true, "unknown"], (note, true)
 
 
+@given(events(), st.integers(1, 5), st.integers(2, 8), st.integers(1, 2))
+def test_namespaces_that_are_no_longer_known(events, block_size, num_blocks, num_names):
+    with mock.patch.multiple(miss_notes, _MAX_NAMES=num_names, _MAX_EARLY=num_names - 1):
+        world = World(num_blocks, block_size)
+        for note, true in play(world, events):
+            assert note.reason in [*true, "unknown"], (note, true)
+
+
+def test_what_nobody_had_is_told_from_what_somebody_unknown_had():
+    rng, unsure, last = np.random.default_rng(0), [], []
+    with mock.patch.multiple(miss_notes, _MAX_NAMES=1, _MAX_EARLY=0):
+        world = World(num_blocks=16)
+        for _ in range(600):
+            which, new = int(rng.integers(3)), rng.integers(0, 1000, rng.integers(4, 12)).tolist()
+            last = tokens = last[: rng.integers(0, 12)] + new
+            note, true = world.ask(which, tokens)
+            world.store(which, tokens)
+            if note is not None and true == ["never_seen"]:
+                unsure.append(note.reason == "unknown")
+    assert len(unsure) > 300
+    assert sum(unsure) < 0.05 * len(unsure), "only by chance"
+
+
+@given(events("clear", "clear all"), st.integers(1, 5), st.integers(2, 8))
+def test_all_of_it_at_once(events, block_size, num_blocks):
+    with mock.patch.multiple(miss_notes, _MAX_NAMES=2, _MAX_EARLY=1):
+        for note, true in play(World(num_blocks, block_size, num_rows=4), events):
+            assert note.reason in [*true, "unknown"], (note, true)
+
+
+@given(events(), st.integers(1, 5), st.integers(1, 4))
+def test_prompts_of_more_than_one_span(events, block_size, span):
+    world = World(8, block_size)
+    world.notes._prefixes = PrefixKeys(span)
+    for note, true in play(world, events):
+        assert note.reason == true[0], (note, true)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 12), st.data())
+def test_keys_of_prefixes(tokens, span, data):
+    keys, array = PrefixKeys(span), np.array(tokens)
+    of_all = [keys.key(array, stop) for stop in range(len(tokens) + 1)]
+    assert len(set(of_all)) == len(tokens) + 1
+    start = data.draw(st.integers(0, len(tokens) - 1))
+    assert keys.following(array, start, of_all[start]).tolist() == of_all[start + 1 :]
+    assert keys.key(array, len(tokens), start, of_all[start]) == of_all[-1]
+    other = data.draw(st.permutations(tokens))
+    assert (keys.key(np.array(other), len(tokens)) == of_all[-1]) == (other == tokens)
+    assert len(keys._factors) <= span
+
+
 def test_what_is_unknown_stays_rare_while_there_is_room():
     """A system prompt that ends inside a block, and thousands of questions behind it."""
     rng = np.random.default_rng(0)
@@ -194,13 +251,128 @@ def test_the_namespace_is_named():
 
 
 def test_more_namespaces_than_are_remembered():
+    """One salt for each user."""
     tree = RadixTree(BlockPool(8), block_size=4)
-    notes = MissNotes(8, 4)
+    notes = MissNotes(8, 4, num_rows=1 << 16)
     tree.add_listener(notes)
+
+    def ask(tokens, name):
+        with tree.match(tokens, name, max_tokens=len(tokens) - 1) as match:
+            return match.note.reason
+
+    def store(tokens, name):
+        tree.pool.release(tree.insert(tokens, tree.allocate(-(-len(tokens) // 4)), name).blocks)
+
+    said = []
     for i in range(1000):
-        tree.match([1, 2, 3], f"tenant {i}", max_tokens=2).release()
-    with tree.match([1, 2, 3], "tenant 0", max_tokens=2) as match:
-        assert match.note.reason == "unknown", "it may have been in a namespace that was forgotten"
+        said.append(ask([i, 2, 3, 4, 5], f"tenant {i}"))
+        store([i, 2, 3, 4, 5], f"tenant {i}")
+        said.append(ask([i, 2, 3, 9, 9], f"tenant {i}"))  # inside a block
+    assert set(said) <= {"never_seen", "unknown"}
+    assert said.count("unknown") < 0.03 * len(said), "only by chance"
+    assert ask([5, 2, 3, 4, 5], "tenant 5") == "evicted"
+    assert ask([5, 2, 3, 4, 5], "somebody new") == "other_namespace", "of the first ones"
+    assert ask([995, 2, 3, 4, 5], "somebody new") == "other_namespace", "of the last ones"
+    assert ask([500, 2, 3, 4, 5], "somebody new") == "unknown", "of one that was dropped from the list"
+    assert ask([500, 2, 3, 4, 5], "tenant 500") == "evicted", "though it was dropped from the list"
+
+
+def test_a_miss_costs_no_more_with_many_namespaces():
+    notes = MissNotes(64, 4, num_rows=1 << 16)
+    tables, asked = notes._rows, []
+    for i in range(1000):
+        notes.on_stored(b"%d" % i, np.array([i, 1, 2, 3]), 0, np.array([i % 64], np.int32), -1)
+    find = tables.find
+    with mock.patch.object(tables, "find", side_effect=lambda keys: asked.append(len(keys)) or find(keys)):
+        for i in range(20):
+            notes.on_matched(b"990", np.array([5000 + i, 1, 2, 3]), 0, 3, False)
+    assert sorted(asked)[10] <= 3 + 16, "all but those that look like another by chance"
+
+
+def test_a_new_block_costs_the_same_wherever_it_is():
+    """What stands before it is not looked at again: its key is that of its parent, continued."""
+    notes, tokens = MissNotes(64, 4), np.arange(200)
+    notes.on_stored(b"", tokens[:100], 0, np.arange(25, dtype=np.int32), -1)
+    for first in range(25, 50):
+        path = tokens[: 4 * first + 4].copy()
+        path[: 4 * first] = -1
+        notes.on_stored(b"", path, first, np.array([first], np.int32), first - 1)
+    for num_hit in range(200):
+        assert notes.on_matched(b"", tokens, num_hit, 200, False) == MissNote(num_hit, "evicted")
+    other = tokens.copy()
+    other[150] += 1
+    assert notes.on_matched(b"", other, 150, 200, False) == MissNote(150, "never_seen")
+    late = MissNotes(64, 4)  # which did not hear of the parent
+    late.on_stored(b"", tokens, 30, np.arange(30, 50, dtype=np.int32), 29)
+    assert late.on_matched(b"", tokens, 150, 200, False) == MissNote(150, "evicted")
+
+
+def test_a_prompt_that_is_much_longer_than_the_memory():
+    notes, calls = MissNotes(8, 16, num_rows=1024), []
+    tokens = np.random.default_rng(0).integers(0, 50_000, 1_000_000)
+    replace = notes._rows._replace
+    with mock.patch.object(notes._rows, "_replace", side_effect=lambda *a: calls.append(1) or replace(*a)):
+        notes.bypassed(b"u", tokens)
+    assert len(calls) <= 2, "not once for each of the keys that fall into one set"
+    notes.learn(b"u", b"u")
+    assert notes.on_matched(b"u", tokens, 0, len(tokens), False) == MissNote(0, "bypassed")
+    assert notes.on_matched(b"u", tokens, 900_000, len(tokens), False).reason in ("bypassed", "unknown")
+
+
+def test_it_is_told_from_several_threads():
+    """The tree tells it under the lock of the pool, the cache under another one."""
+    tree = RadixTree(BlockPool(64), block_size=4)
+    notes = MissNotes(64, 4, lock=tree.pool.lock)
+    tree.add_listener(notes)
+    tokens, failed = np.arange(64), []
+
+    def match(i):
+        tree.match(tokens, f"a{i % 400}").release()
+
+    def learn(i):
+        notes.learn(canonical_namespace(f"b{i % 400}"), b"u")
+
+    def tell(i):
+        notes.not_kept(canonical_namespace(f"c{i % 400}"), tokens[: i % 64 + 1], 0)
+        notes.bypassed(b"u", tokens[: i % 64 + 1])
+        notes.cleared({canonical_namespace(f"a{i % 400}")})
+
+    def run(call):
+        try:
+            for i in range(1500):
+                call(i)
+        except Exception as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(call,)) for call in (match, learn, tell)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    known = {**notes._early, **notes._late}
+    assert sorted(name.place for name in known.values()) == list(range(256))
+    assert all(notes._places[name.place] is name for name in known.values())
+    assert all(notes._seeds[name.place] == name.seed for name in known.values())
+
+
+@pytest.mark.parametrize("what", ["learn", "not_kept", "bypassed", "cleared"])
+def test_what_the_cache_tells_waits_for_the_tree(what):
+    lock = threading.RLock()
+    notes = MissNotes(8, 4, lock=lock)
+    arguments = {"learn": (b"a", b"b"), "not_kept": (b"a", np.arange(6), 0), "bypassed": (b"a", np.arange(6))}
+    thread = threading.Thread(target=getattr(notes, what), args=arguments.get(what, (None,)))
+    with lock:
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_invalidated_is_cleared_and_another_namespace_is_not():
@@ -233,9 +405,19 @@ def test_time_that_runs_out():
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_memory_is_bounded(num_blocks, block_size):
     notes = MissNotes(num_blocks, block_size)
-    assert notes.num_bytes <= 80 << 20
+    fixed = (1 << 20) + 8 * num_blocks
+    assert notes.num_bytes <= (88 << 20) + fixed
     row = 12 + 4 * block_size
-    assert notes.num_bytes <= 2 * max(1024, 32 * num_blocks) * (row + 1 + 4 * 13)
+    assert notes.num_bytes <= 2 * max(1024, 32 * num_blocks) * (row + 1 + 4 * 13 + block_size) + fixed
+    parts = [notes._rows, notes._singles, notes._prefixes]
+    arrays = [
+        a for part in parts for a in vars(part).values() if isinstance(a, np.ndarray) and a.base is None
+    ]
+    arrays += [a for a in vars(notes).values() if isinstance(a, np.ndarray)]
+    assert sum(a.nbytes for a in arrays) <= notes.num_bytes + 8 * 256
+    if num_blocks == 100:
+        notes.bypassed(b"", np.zeros(3_000_000, np.int64))
+        assert notes._prefixes._factors.nbytes == notes._prefixes.num_bytes == 1 << 20
 
 
 @given(st.lists(st.lists(st.integers(1, 2**64 - 1), unique=True, max_size=30), max_size=12))

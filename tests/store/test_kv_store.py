@@ -117,3 +117,20 @@ def test_a_store_made_in_inference_mode_can_be_written_outside():
     where = store.locate(np.array([0], dtype=np.int32), 0, 1)
     store.write(0, where, torch.ones(2, 1, 4), torch.ones(2, 1, 3))
     assert store.keys[0][0, 0].sum() == 8
+
+
+def test_the_scratch_block_lies_behind_the_pool_and_is_no_part_of_it() -> None:
+    store = KVStore(MIXED, 4, 2)
+    assert store.scratch_block == 4
+    for parts, wholes in ((store.keys, store.keys_and_scratch), (store.values, store.values_and_scratch)):
+        for part, whole in zip(parts, wholes, strict=True):
+            assert (part is None) == (whole is None)
+            if part is None or whole is None:
+                continue
+            part.fill_(1)
+            whole[store.scratch_block] = 2
+            assert part.shape[0] == 4
+            assert part.is_contiguous()
+            assert (part == 1).all()
+            assert whole.shape == (5, *part.shape[1:])
+            assert whole.data_ptr() == part.data_ptr()

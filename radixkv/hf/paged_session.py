@@ -7,6 +7,7 @@ room left, all layers of the session are gathered into contiguous buffers, once,
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import deque
@@ -100,7 +101,8 @@ class Pages:
         self._layers: list[weakref.ref[PagedLayer]] = []
 
     def __del__(self) -> None:
-        self.release()
+        if not sys.is_finalizing():
+            self.release()
 
     @property
     def num_rows(self) -> int:

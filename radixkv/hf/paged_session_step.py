@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from radixkv.attention.interface import AttentionBackend, AttentionBatch
+from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
 from radixkv.core.block_table import BlockTable
 from radixkv.core.errors import UnsupportedModelError
 from radixkv.hf.attention_survey import LayerKind, passed_on
@@ -126,6 +128,11 @@ class PagedAttention:
     take_backend: Callable[[], AttentionBackend]
     give_backend: Callable[[AttentionBackend], None]
 
+    @cached_property
+    def specs(self) -> list[AttentionSpec]:
+        """The distinct kinds of layers."""
+        return list(dict.fromkeys(kind.spec for kind in self.kinds.values()))
+
 
 class SessionStep(Diversion):
     """Takes attention over from `open` until the last module has attended, or `close`.
@@ -171,7 +178,7 @@ class SessionStep(Diversion):
         self._read = sent.pop(0) if places.read is not None else None
         self._write = sent.pop(0) if places.write is not None else self._read
         self._backend = self._how.take_backend()
-        self._backend.plan(places.batch, list(dict.fromkeys(k.spec for k in self._how.kinds.values())))
+        self._backend.plan(places.batch, self._how.specs)
 
     def open(self) -> None:
         """Take over."""
@@ -202,7 +209,8 @@ class SessionStep(Diversion):
         return result
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():
+            self.close()
 
     # -- called from within the model -----------------------------------------------------------------------
 
@@ -241,16 +249,20 @@ class SessionStep(Diversion):
             del self._fresh[kind.layer]
         rows, _, q, _ = call.query.shape
         query = _flat(call.query)
-        whole = query.new_zeros(rows * q, kind.spec.num_heads, kind.spec.value_dim)
-        if self._backend is not None:
+        if self._backend is None:  # padding only
+            whole = query.new_zeros(rows * q, kind.spec.num_heads, kind.spec.value_dim)
+        else:
             keys, values = self._store.keys[kind.layer], self._store.values[kind.layer]
             assert keys is not None
             assert values is not None
             picked = _picked(query.detach(), self._read).to(keys.dtype)
             sinks = call.kwargs["s_aux"] if kind.has_sinks else None
             with torch.no_grad():
-                out = self._backend.run(kind.spec, picked, keys, values, sinks)
-            whole = out.to(query.dtype) if self._read is None else whole.index_copy(0, self._read, out)
+                out = self._backend.run(kind.spec, picked, keys, values, sinks).to(query.dtype)
+            if self._read is None:
+                whole = out
+            else:
+                whole = out.new_zeros(rows * q, *out.shape[1:]).index_copy_(0, self._read, out)
         self._attended += 1
         if self._attended == len(self._how.kinds):
             self._let_go()  # not of the backend yet: what it returned lies in its memory

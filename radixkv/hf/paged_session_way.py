@@ -189,6 +189,4 @@ def _is_plain(session: Session, mask: Tensor, q: int) -> bool:
     if not session.pads.any():
         return bool((mask == 1).all())
     pads = torch.as_tensor(session.pads, device=mask.device)[:, None]
-    return bool(((mask == 1) == (torch.arange(total, device=mask.device) >= pads)).all()) and bool(
-        ((mask == 0) | (mask == 1)).all()
-    )
+    return bool((mask == (torch.arange(total, device=mask.device) >= pads)).all())

@@ -57,6 +57,8 @@ CACHE = [
     Metric("prefix_cache_misses", "counter",
             "Prompts that were no full hit, by why the first position that was missing was not cached.", "reason"),
     Metric("prefix_cache_bypasses", "counter", "Calls passed through without the cache, by reason.", "reason"),
+    Metric("prefix_cache_contiguous", "counter",
+            "Sessions with decode=paged that kept KV in a buffer of their own after all, by reason.", "reason"),
     Metric("prefix_cache_hit_share", "histogram", "Share of its tokens that a prompt found cached, 0 to 1."),
     Metric("kv_cache_usage_perc", "gauge",
             "KV-cache usage: share of the blocks that are in use. 1 means 100 percent. Blocks that are merely cached "
@@ -119,6 +121,7 @@ def of_cache(cache: ShownCache) -> dict[str, Value]:
         },
         "prefix_cache_misses": stats.misses,
         "prefix_cache_bypasses": stats.bypasses,
+        "prefix_cache_contiguous": stats.contiguous,
         "prefix_cache_hit_share": stats.hit_shares,
         "kv_cache_usage_perc": used / num,
         "kv_cache_blocks": {"free": free, "evictable": idle, "used": used},

@@ -338,6 +338,7 @@ class RadixTree(LinkedNodes):
     ) -> tuple[bytearray, int, list[Run] | None, list[Node]]:
         """Ids (int32, as bytes) that match, the rows of the last one if it is a tail, else 0, their runs and nodes."""
         root = self._roots.get(namespace)
+        partial &= self._block_size > 1  # a block of one token has no part
         if root is None or limit < (1 if partial else self._block_size):
             return bytearray(), 0, [], []
         data = token_bytes(array)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.core import BlockPool, InvalidRequestError, RadixTree, as_tokens
-from radixkv.core.node import FIRST_PIECE, LARGEST_PIECE, common_bytes
+from radixkv.core.node import FIRST_PIECE, LARGEST_PIECE, below, common_bytes
 
 PIECES = [0, FIRST_PIECE, 4 * FIRST_PIECE, 5 * FIRST_PIECE, LARGEST_PIECE, 2 * LARGEST_PIECE]
 
@@ -99,4 +99,29 @@ def test_many_runs_are_not_remembered():
         spacers.append(pool.allocate(1))
     assert len(pool._states._known_runs) <= 8
     tree.match(tokens).release()
+    tree.check()
+
+
+@pytest.mark.parametrize("method", ["match", "match_length", "insert"])
+def test_blocks_of_one_token_have_no_parts_to_look_for(method, monkeypatch):
+    """No order of children is kept for that, either: with partial matches as without."""
+    tree = RadixTree(BlockPool(64), block_size=1)
+    for i in range(20):
+        tree.pool.release(tree.insert([1, 2, 100 + i], tree.allocate(3)).blocks)
+
+    def never(*arguments):
+        raise AssertionError("looked for the closest child")
+
+    monkeypatch.setattr(tree, "_closest", never)
+    if method == "match":
+        with tree.match([1, 2, 7, 7]) as match:
+            assert (match.num_tokens, match.tail) == (2, None)
+        assert tree.match([9]).num_tokens == 0
+    elif method == "match_length":
+        assert tree.match_length([1, 2, 7, 7]) == 2
+        assert tree.match_length([1, 2, 105, 7]) == 3
+    else:
+        tree.pool.release(tree.insert([1, 2, 7], tree.allocate(3)).blocks)
+        assert tree.match_length([1, 2, 7]) == 3
+    assert all(node.index is None for root in tree._roots.values() for node in (root, *below(root)))
     tree.check()

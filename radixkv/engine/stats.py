@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixkv.observe.histogram import HistogramStats
-from radixkv.observe.stats import difference, plain
+from radixkv.observe.stats import difference, hash_of, plain
 
 __all__ = ["EngineStats"]
 
@@ -89,6 +89,9 @@ class EngineStats:
         if not isinstance(earlier, EngineStats):
             return NotImplemented
         return EngineStats(**difference(self, earlier, _STANDING))
+
+    def __hash__(self) -> int:
+        return hash_of(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with `hit_rate`, as numbers, lists and dicts, fit for JSON."""

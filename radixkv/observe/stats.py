@@ -12,7 +12,7 @@ from radixkv.observe.histogram import SHARES, Histogram, HistogramStats
 from radixkv.observe.prefill_cost import PrefillCost
 from radixkv.observe.requests import RequestStats
 
-__all__ = ["CacheStats", "RequestStats", "StatsRecorder", "difference", "plain"]
+__all__ = ["CacheStats", "RequestStats", "StatsRecorder", "difference", "hash_of", "plain"]
 
 
 def difference(later: Any, earlier: Any, keep: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -56,6 +56,12 @@ def plain(stats: Any) -> dict[str, Any]:
             value = dict(value)
         values[each.name] = value.to_dict() if isinstance(value, HistogramStats) else value
     return values
+
+
+def hash_of(stats: Any) -> int:
+    """A hash for a snapshot, its mappings included: equal ones have equal hashes."""
+    values = (getattr(stats, each.name) for each in fields(stats))
+    return hash(tuple(frozenset(value.items()) if isinstance(value, Mapping) else value for value in values))
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,9 @@ class CacheStats:
         if not isinstance(earlier, CacheStats):
             return NotImplemented
         return CacheStats(**difference(self, earlier))
+
+    def __hash__(self) -> int:
+        return hash_of(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with `hit_rate`, as numbers, lists and dicts, fit for JSON."""

@@ -211,3 +211,17 @@ def test_engine_statistics_subtract_and_keep_what_stands():
     assert json.loads(json.dumps(b.to_dict()))["finished_by_reason"] == {"stop": 2, "length": 1}
     with pytest.raises(TypeError):
         b - CacheStats()
+
+
+def test_snapshots_can_be_told_apart_in_a_set():
+    recorder, counts = StatsRecorder(), [{"stop": 1, "length": 2}, {"length": 2, "stop": 1}, {"stop": 2}]
+    snapshots = []
+    for reason in ("grad", "labels", None):
+        snapshots += [recorder.snapshot(0), recorder.snapshot(0)]
+        if reason is not None:
+            recorder.record_bypass(reason)
+    assert len(set(snapshots)) == 3
+    engines = [EngineStats(finished_by_reason=count) for count in counts]
+    assert engines[0] == engines[1] != engines[2]
+    assert len(set(engines)) == 2
+    assert len({recorder.snapshot(0).hit_shares, HistogramStats(), snapshots[0].hit_shares}) <= 2

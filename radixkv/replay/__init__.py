@@ -5,7 +5,7 @@
 
 from radixkv.replay.capacities import ladder, parse_capacity
 from radixkv.replay.kv_size import KVSize, kv_size
-from radixkv.replay.optimum import OptimalPolicy, ceiling
+from radixkv.replay.optimum import OptimalPolicy, ceiling, token_ceiling
 from radixkv.replay.reading import read_trace
 from radixkv.replay.runs import OPTIMA
 from radixkv.replay.simulation import PolicyResult, ReplayResult, default_policies, simulate
@@ -26,4 +26,5 @@ __all__ = [
     "parse_capacity",
     "read_trace",
     "simulate",
+    "token_ceiling",
 ]

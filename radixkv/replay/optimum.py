@@ -13,7 +13,7 @@ from radixkv.core.eviction import PriorityPolicy
 from radixkv.core.tokens import TokenArray
 from radixkv.replay.paths import BlockPaths
 
-__all__ = ["OptimalPolicy", "ceiling"]
+__all__ = ["OptimalPolicy", "ceiling", "token_ceiling"]
 
 
 class OptimalPolicy(PriorityPolicy):
@@ -32,14 +32,17 @@ class OptimalPolicy(PriorityPolicy):
         self._uses: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def expect(self, next_uses: npt.NDArray[np.int32]) -> None:
-        """When the blocks of the coming request are used again after it, root first."""
-        self._uses = -next_uses.astype(np.int64)
+        """When the blocks of the coming request are used again after it, root first.
+
+        A last block that is partly filled has no next use: nobody can hit it as a whole.
+        """
+        self._uses = np.append(-next_uses.astype(np.int64), np.iinfo(np.int64).min)
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
         put(self.priority, index, self._uses[:num_hit])
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
-        put(self.priority, index, self._uses[first : len(tokens)])
+        put(self.priority, index, self._uses[first : -(-len(tokens) // self.block_size)])
 
 
 def ceiling(paths: BlockPaths, capacity: int) -> int:
@@ -81,3 +84,30 @@ def ceiling(paths: BlockPaths, capacity: int) -> int:
             if not stays[last]:
                 heappop(ends)
     return hits
+
+
+def token_ceiling(unlimited: npt.NDArray[np.int64], block_size: int, num_blocks: int) -> int:
+    """How many tokens any cache can hit at most, token by token, if it can hit at most so many whole blocks.
+
+    A request hits some whole blocks, at most `block_size - 1` tokens inside of the next one, and never more than in a
+    cache without a limit. Say that it hits `u` tokens there, of `n` whole blocks and `m` tokens more. Then with `b`
+    whole blocks it hits at most `b * block_size + block_size - 1` tokens for `b < n`, and `u` for `b = n`. So each of
+    the first `n - 1` blocks is worth `block_size` tokens, and the last one is worth `m + 1`, which is no more. What
+    `num_blocks` blocks can hit at most is found by giving the first ones to all requests, then the last ones that are
+    worth most.
+
+    This is a bound, no cache that exists: it takes it that a cached block can always be found that parts from the
+    request at the very last token. It is at most `block_size - 1` tokens a request above the whole blocks.
+
+    Args:
+        unlimited: `int64[num_requests]`, tokens that each request hits in a cache without a limit.
+        block_size: Tokens in a block.
+        num_blocks: Whole blocks that all requests together can hit at most; see `ceiling`.
+    """
+    whole, inside = np.divmod(unlimited, block_size)
+    some = whole > 0
+    tokens = int(inside[~some].sum()) + (block_size - 1) * int(some.sum())
+    num_first = int((whole[some] - 1).sum())
+    tokens += block_size * min(num_blocks, num_first)
+    last = np.sort(inside[some] + 1)[::-1]
+    return tokens + int(last[: max(0, num_blocks - num_first)].sum())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import InvalidRequestError
@@ -14,7 +15,7 @@ from radixkv.core.radix_tree import RadixTree
 from radixkv.replay.optimum import OptimalPolicy, ceiling
 from radixkv.replay.trace import Request, Trace
 
-__all__ = ["OPTIMA", "OPTIMAL", "OPTIMAL_PIN", "Policy", "Run", "inside_blocks", "run", "run_unlimited"]
+__all__ = ["OPTIMA", "OPTIMAL", "OPTIMAL_PIN", "Policy", "Run", "run", "run_unlimited"]
 
 #: The optimum while the running request takes no room, and while it takes as much as in any cache.
 OPTIMAL, OPTIMAL_PIN = OPTIMA = ("optimal", "optimal-pin")
@@ -34,18 +35,21 @@ class Run:
         hit_blocks: Whole blocks served from it (and the last block of a request, where a trace names blocks).
         evicted_blocks: Blocks evicted to make room; None if no tree took part.
         peak_blocks: Most blocks in use at once.
+        hits: `int64[num_requests]`, hit tokens of each request; only of a cache without a limit.
     """
 
     hit_tokens: int = 0
     hit_blocks: int = 0
     evicted_blocks: int | None = None
     peak_blocks: int = 0
+    hits: npt.NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
 
 
 def run(trace: Trace, policy: Policy, capacity: int, step: Callable[[int], None] | None = None) -> Run:
     """Replay a trace.
 
-    The optima of a trace of tokens know of whole blocks only; see `inside_blocks` for the rest.
+    The optimum of a trace of tokens is found in whole blocks, of which `hit_tokens` counts the tokens; see
+    `token_ceiling` for the tokens inside of blocks.
 
     Args:
         trace: The trace; every request of it must fit (`Trace.require_room`).
@@ -62,7 +66,8 @@ def run(trace: Trace, policy: Policy, capacity: int, step: Callable[[int], None]
             step(len(trace))
         return Run(hits * trace.block_size, hits)
     if policy == OPTIMAL_PIN:
-        return _Blocks(trace, OptimalPolicy(capacity), capacity, step).run()
+        kind = _Blocks if trace.by_blocks else _Tokens
+        return kind(trace, OptimalPolicy(capacity), capacity, step).run()
     clock = _TraceClock()
     made = _make(policy, capacity, clock)
     if trace.by_blocks:
@@ -75,15 +80,8 @@ def run_unlimited(trace: Trace, step: Callable[[int], None] | None = None) -> Ru
     most = trace.paths.num_distinct + trace.blocks_of(trace.longest)
     if not trace.by_blocks:
         most += len(trace)  # one partly filled block for each request
+        return _Tokens(trace, make_policy("lru", most), most, step).run(keep_hits=True)
     return run(trace, "lru", most, step)
-
-
-def inside_blocks(trace: Trace, unlimited: Run) -> int:
-    """Tokens that a cache which never evicts hits inside blocks, where a prompt and a cached block part.
-
-    What an optimum of whole blocks has to be given beside them, to be compared with hits token by token.
-    """
-    return 0 if trace.by_blocks else unlimited.hit_tokens - unlimited.hit_blocks * trace.block_size
 
 
 class _TraceClock:
@@ -198,17 +196,28 @@ class _Tokens(_Replay):
         policy: EvictionPolicy,
         num_blocks: int,
         step: Callable[[int], None] | None,
-        clock: _TraceClock | None,
+        clock: _TraceClock | None = None,
     ) -> None:
         super().__init__(trace, policy, num_blocks, trace.block_size, step, clock)
 
-    def run(self) -> Run:
-        """Replay."""
+    def run(self, *, keep_hits: bool = False) -> Run:
+        """Replay.
+
+        Args:
+            keep_hits: Note what each request hit.
+        """
         counted, size = self.counted, self.trace.block_size
+        optimal = self.policy if isinstance(self.policy, OptimalPolicy) else None
+        if keep_hits:
+            counted.hits = np.zeros(len(self.trace), np.int64)
         for number, request in enumerate(self.trace.requests):
+            if optimal is not None:
+                optimal.expect(self.trace.paths.next_uses(number))
             hits = self._serve(request)
             counted.hit_tokens += hits
             counted.hit_blocks += hits // size
+            if counted.hits is not None:
+                counted.hits[number] = hits
             self.done(number)
         return self.finish()
 

@@ -12,10 +12,10 @@ from radixkv.core.errors import InvalidRequestError
 from radixkv.core.eviction import policy_names
 from radixkv.replay.capacities import ladder, parse_capacity
 from radixkv.replay.kv_size import KVSize, kv_size
-from radixkv.replay.optimum import ceiling
+from radixkv.replay.optimum import ceiling, token_ceiling
 from radixkv.replay.processes import require_processes, run_all
 from radixkv.replay.reading import Progress, check_options, read_trace
-from radixkv.replay.runs import OPTIMA, OPTIMAL, OPTIMAL_PIN, Policy, Run, inside_blocks, run_unlimited
+from radixkv.replay.runs import OPTIMA, OPTIMAL, OPTIMAL_PIN, Policy, Run, run_unlimited
 from radixkv.replay.trace import Trace
 
 __all__ = ["PolicyResult", "ReplayResult", "default_policies", "simulate"]
@@ -35,7 +35,8 @@ class PolicyResult:
         capacity_bytes: The same in bytes of KV; None if the model is not known.
         requests: Requests replayed.
         prompt_tokens: Their tokens.
-        hit_tokens: Of these, tokens served from the cache.
+        hit_tokens: Of these, tokens served from the cache. Of "optimal" in a trace of tokens: a bound that no cache of
+            this capacity exceeds (see `token_ceiling`).
         computed_tokens: The others.
         hit_rate: `hit_tokens / prompt_tokens`.
         prefill_skipped: The same share, under the name that `radixkv demo` gives it.
@@ -175,10 +176,10 @@ def simulate(
         else ceiling(trace.paths, pool)
         for pool in dict.fromkeys(pools.values())
     }
-    inside = inside_blocks(trace, unlimited)
-    for number, pool in todo:
-        if policies[number] in OPTIMA:
-            runs[number, pool].hit_tokens += inside
+    if unlimited.hits is not None and OPTIMAL in policies:
+        for pool, num_blocks in best.items():
+            found = runs[policies.index(OPTIMAL), pool]
+            found.hit_tokens = token_ceiling(unlimited.hits, trace.block_size, num_blocks)
     results = []
     for blocks, pool in pools.items():
         pinned = None

@@ -84,6 +84,31 @@ def closed_subsets(blocks, capacity, block_size):
             yield kept
 
 
+def most_token_hits(requests, capacity, block_size):
+    """The most token hits that any choice of blocks to keep can have, hit token by token, by trying all of them.
+
+    A block is kept as it was stored, perhaps partly filled, and the running request takes no room.
+    """
+    states = {frozenset(): 0}
+    for tokens in map(tuple, requests):
+        ends = [*range(block_size, len(tokens), block_size), len(tokens)]
+        path = {tokens[:end] for end in ends}
+        following = {}
+        for state, hits in states.items():
+            hits += max((common_length(block, tokens[:-1]) for block in state), default=0)
+            at_hand = sorted(state | path)
+            for chosen in combinations(at_hand, min(capacity, len(at_hand))):
+                kept = frozenset(chosen)
+                whole = all(
+                    len(block) <= block_size or block[: (len(block) - 1) // block_size * block_size] in kept
+                    for block in kept
+                )
+                if whole and following.get(kept, -1) < hits:
+                    following[kept] = hits
+        states = following
+    return max(states.values())
+
+
 class TokenLRU:
     """`PrefixCache` with LRU, token by token: a last block may be partly filled, and a hit may end inside a block."""
 

@@ -201,7 +201,9 @@ class Engine:
     def no_graphs_reason(self) -> str | None:
         """Why decode steps are run without CUDA graphs, or batches of new sizes are; None if nothing speaks against."""
         graphs = self._runner.graphs
-        return self._runner.no_graphs_reason if graphs is None else graphs.reason
+        if graphs is None:
+            return self._runner.no_graphs_reason
+        return self._runner.watched_reason or graphs.reason
 
     @property
     def num_graph_steps(self) -> int:

@@ -70,6 +70,7 @@ class ModelRunner:
         vocab_size: Logits of each token; may exceed the number of token ids.
         graphs: Runs decode steps as CUDA graphs; None if nothing here can.
         no_graphs_reason: Why nothing can; None if something does.
+        watched_reason: Why the last step was run without them all the same; None if it need not be.
 
     Raises:
         InvalidRequestError: No transformers model, or it does not fit the store.
@@ -106,6 +107,7 @@ class ModelRunner:
         self._find_out()
         self._patched = False
         self._told: set[str] = set()
+        self.watched_reason: str | None = None
         self.graphs: DecodeGraphs | None = None
         self.no_graphs_reason = self._make_graphs(graphs)
 
@@ -220,6 +222,7 @@ class ModelRunner:
             reason = "autocast is on"
         elif self._patched or _watched_globally() or any(map(_is_watched, (self.model, self._base))):
             reason = "hooks or replaced forwards are in place, which a replay would not call"
+        self.watched_reason = reason
         if reason is not None and reason not in self._told:
             self._told.add(reason)
             _log.warning("decode steps run without CUDA graphs: %s", reason)

@@ -373,8 +373,10 @@ def test_hooks_are_called_in_every_step(where, caplog):
     assert engine.num_graph_steps == done
     (reason,) = reasons(caplog)
     assert "hooks" in reason
+    assert engine.no_graphs_reason in reason
     assert tokens_of(engine.generate(PROMPTS, params(8))) == expected
     assert engine.num_graph_steps > (0 if where == "inside" else done)
+    assert engine.no_graphs_reason is None
     drained(engine)
 
 

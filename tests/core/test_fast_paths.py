@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.core import BlockPool, InvalidRequestError, RadixTree, as_tokens
+from radixkv.core import BlockPool, InvalidRequestError, PriorityPolicy, RadixTree, as_tokens
 from radixkv.core.node import FIRST_PIECE, LARGEST_PIECE, below, common_bytes
 
 PIECES = [0, FIRST_PIECE, 4 * FIRST_PIECE, 5 * FIRST_PIECE, LARGEST_PIECE, 2 * LARGEST_PIECE]
@@ -125,3 +125,45 @@ def test_blocks_of_one_token_have_no_parts_to_look_for(method, monkeypatch):
         assert tree.match_length([1, 2, 7]) == 3
     assert all(node.index is None for root in tree._roots.values() for node in (root, *below(root)))
     tree.check()
+
+
+def test_the_heap_of_leaves_forgets_what_does_not_stand():
+    """Leaves taken out in any order, filed anew, and all gone: the heap never keeps many old entries."""
+    rng = np.random.default_rng(0)
+    policy = PriorityPolicyForTest(400)
+    leaves = [Leaf(serial) for serial in range(300)]
+    filed: dict[int, tuple[int, Leaf]] = {}
+    for step in range(6000):
+        leaf = leaves[rng.integers(300)]
+        policy.priority[leaf.serial] = rng.integers(50)
+        if leaf.serial in filed and step % 3:
+            policy.unfile(leaf)
+            del filed[leaf.serial]
+        elif leaf.serial in filed:
+            policy.refile(leaf, leaf.serial)
+            filed[leaf.serial] = policy.priority.item(leaf.serial), leaf
+        else:
+            policy.file(leaf, leaf.serial)
+            filed[leaf.serial] = policy.priority.item(leaf.serial), leaf
+        order = sorted((value, serial) for serial, (value, _) in filed.items())
+        assert policy.num_filed() == len(order)
+        first = policy.first()
+        assert (first and first.serial) == (order[0][1] if order else None)
+        if first is not None:
+            assert policy._second() == (order[1][0] if len(order) > 1 else None)
+        assert len(policy._heap) <= 1.2 * len(order) + 20
+    for _, leaf in filed.values():
+        policy.unfile(leaf)
+    assert policy.first() is None
+    assert policy._heap == []
+
+
+class PriorityPolicyForTest(PriorityPolicy):
+    name = "for-test"
+
+
+class Leaf:
+    """What a policy needs of a node."""
+
+    def __init__(self, serial):
+        self.serial, self.entry = serial, None

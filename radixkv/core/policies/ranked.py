@@ -47,8 +47,7 @@ class RankedPolicy(PriorityPolicy):
         return (ranks > rank) | ((ranks == rank) & (self.priority[ids] > last))
 
     def file(self, leaf: Node, block: int) -> None:
-        leaf.entry = entry = (self.value(block), leaf.serial, leaf, block)
-        self._entries.add(entry)
+        self._push((self.value(block), leaf.serial, leaf, block))
 
     def refile(self, leaf: Node, block: int) -> None:
         if leaf.entry[3] != block or leaf.entry[0] != self.value(block):
@@ -57,9 +56,10 @@ class RankedPolicy(PriorityPolicy):
 
     def num_to_cut(self, leaf: Node, ids: BlockIds) -> int:
         """All blocks from the end that do not come after the second leaf."""
-        if len(self._entries) == 1:
+        bound = self._second()
+        if bound is None:
             return len(ids)
-        above = self.above(ids, self._entries[1][0])
+        above = self.above(ids, bound)
         # The last block is the one that `first` chose; two that are equal go one by one.
         return max(1, int(above[::-1].argmax())) if above.any() else len(ids)
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from radixkv.core.errors import first_line
+
 __all__ = ["Captured", "CudaGraphs", "GraphDevice", "NotCapturable", "WaitGuard"]
 
 # Operations whose result, or its size, the host must know: it waits for the device.
@@ -168,7 +170,7 @@ class CudaGraphs(GraphDevice):
             except (NotCapturable, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
-                raise NotCapturable(f"recording it failed: {_first_line(error)}") from error
+                raise NotCapturable(f"recording it failed: {first_line(error)}") from error
             captured = _CudaGraph(graph, output)
             self._alive.add(captured)
             return captured
@@ -188,7 +190,3 @@ def _mended(main: torch.cuda.Stream) -> Iterator[None]:
         with contextlib.suppress(Exception):
             torch.cuda.synchronize()
         raise
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import subprocess
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from radixkv.attention.flashinfer_choice import device_problem, import_flashinfer
+from radixkv.attention.flashinfer_choice import device_problem, import_flashinfer, is_of_a_build
 from radixkv.attention.flashinfer_kinds import KernelModule, Limits, can_merge, kernel_modules, module_of
 from radixkv.attention.flashinfer_plan import FlashInferCosts, StepCut, cut_step
 from radixkv.attention.flashinfer_sending import PlannedStep, send_step
@@ -21,7 +20,7 @@ from radixkv.attention.flashinfer_wrappers import Wrappers
 from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
 from radixkv.attention.merge import merge_in_place
 from radixkv.attention.torch_backend import TorchBackend
-from radixkv.core.errors import InvalidRequestError, is_out_of_memory
+from radixkv.core.errors import InvalidRequestError, first_line
 
 __all__ = ["FlashInferBackend"]
 
@@ -206,13 +205,13 @@ class FlashInferBackend:
             module = module_of(spec, dtype, decode=one.launch.decode, shared=one.launch.shared)
             try:
                 self._wrappers.plan(one, role, spec, dtype, self._batch.block_size)
-            except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-                # Before a kernel has worked once, what fails is most likely its compiler.
-                if module in self._works or is_out_of_memory(error):
+            except Exception as error:
+                # A kernel that has worked once is built: whatever it is now, it is not for good.
+                if module in self._works or not is_of_a_build(error):
                     raise
                 del self._steps[spec]
                 self._reasons[spec] = (
-                    f"the kernel {module} could not be built or loaded: {type(error).__name__}: {_first_line(error)}"
+                    f"the kernel {module} could not be built or loaded: {type(error).__name__}: {first_line(error)}"
                 )
                 self._leave(spec)
                 return
@@ -303,11 +302,11 @@ class FlashInferBackend:
             try:
                 self.module.merge_state_in_place(out, lse, part, part_lse, mask=mask)
                 return
-            except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-                if is_out_of_memory(error):
+            except Exception as error:
+                if not is_of_a_build(error):
                     raise
                 self._merges = False
-                _log.warning("FlashInfer cannot merge (%s); torch does", _first_line(error))
+                _log.warning("FlashInfer cannot merge (%s); torch does", first_line(error))
         # Also for more heads than a block of threads can hold.
         if mask is not None:
             # Less than any true one, and the output of rows that take no part may be NaN.
@@ -377,7 +376,3 @@ class FlashInferBackend:
             with torch.inference_mode(False):
                 room = self._room[key] = torch.empty(shape, dtype=dtype, device=self.device)
         return room if len(room) == rows else room[:rows]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -5,13 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import subprocess
 from types import ModuleType
 
 import torch
 
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.errors import InvalidRequestError, is_out_of_memory
 
-__all__ = ["INSTALL", "KNOWN_VERSIONS", "backend_choice", "import_flashinfer", "version_problem"]
+__all__ = [
+    "INSTALL",
+    "KNOWN_VERSIONS",
+    "backend_choice",
+    "import_flashinfer",
+    "is_of_a_build",
+    "version_problem",
+]
 
 INSTALL = "pip install 'radixkv[cuda]'"
 
@@ -21,6 +29,10 @@ KNOWN_VERSIONS = "0.6.13 up to, not including, 0.8"
 
 # FlashInfer's fa2 kernels need the asynchronous copies of Ampere.
 _OLDEST_GPU = (8, 0)
+
+# What its host code says of a buffer, and it and torch of the device.
+_NOT_OF_A_BUILD = ("buffer overflow", "cuda error", "cudaerror", "failed with error", "failed to plan")
+_NO_KERNEL = "no kernel image"
 
 
 def backend_choice(device: torch.device | str) -> tuple[str, str]:
@@ -95,6 +107,22 @@ def version_problem(version: str) -> str | None:
     if not _FIRST <= found < _BEFORE:
         return f"FlashInfer {version} is not known to radixkv, which knows {KNOWN_VERSIONS}: {INSTALL}"
     return None
+
+
+def is_of_a_build(error: BaseException) -> bool:
+    """Whether an error says that a kernel could not be compiled or loaded, which will be so the next time.
+
+    Compilers and loaders fail with many errors, of which RuntimeError is the usual one. So are a workspace that is too
+    small and a failure of the device, neither of which says anything about the kernel.
+    """
+    if is_out_of_memory(error):
+        return False
+    text = str(error).lower()
+    if _NO_KERNEL in text:
+        return True
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) or any(s in text for s in _NOT_OF_A_BUILD):
+        return False
+    return isinstance(error, (RuntimeError, OSError, ImportError, subprocess.SubprocessError))
 
 
 def _gpu_name(device: torch.device) -> str:

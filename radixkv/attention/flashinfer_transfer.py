@@ -60,10 +60,12 @@ class Transfers:
     def send(self, size: int) -> Tensor:
         """What was written to `host(size)`, on the device: int32 `[size]`, memory that nobody else uses."""
         buffer = self._buffers[self._turn]
-        with torch.inference_mode(False):
-            sent = self._copy(buffer.tensor[:size])
-        buffer.sent = self.mark()
-        return sent
+        try:
+            with torch.inference_mode(False):
+                return self._copy(buffer.tensor[:size])
+        finally:
+            # Also if it is interrupted: the device may be about to read it.
+            buffer.sent = self.mark()
 
     def empty(self, size: int) -> Tensor:
         """int32 `[size]` on the device, zeros, for `send_into`."""
@@ -77,9 +79,11 @@ class Transfers:
             parts: Where each begins in `host`, and its place, int32 in memory of `empty`.
         """
         buffer = self._buffers[self._turn]
-        for start, target in parts:
-            self._copy_into(target, buffer.tensor[start : start + len(target)])
-        buffer.sent = self.mark()
+        try:
+            for start, target in parts:
+                self._copy_into(target, buffer.tensor[start : start + len(target)])
+        finally:
+            buffer.sent = self.mark()
 
     def mark(self) -> Any:
         """An event after all that was given to the device so far; None where there is nothing to wait for."""

@@ -31,9 +31,11 @@ class PlannedWrapper:
     def plan(self, *args: Any, **kwargs: Any) -> None:
         # `plan` writes the split to page-locked memory of the wrapper and sends it from there.
         self._transfers.wait(self._planned)
-        self._planned = None
-        self.wrapper.plan(*args, **kwargs)
-        self._planned = self._transfers.mark()
+        try:
+            self.wrapper.plan(*args, **kwargs)
+        finally:
+            # Also if it is interrupted: it may have sent by then.
+            self._planned = self._transfers.mark()
 
 
 class Wrappers:

@@ -1,4 +1,4 @@
-"""The errors of radixkv, for its own layers, and how to tell a lack of memory."""
+"""The errors of radixkv, for its own layers, and how to read those of others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ __all__ = [
     "OutOfBlocksError",
     "RadixKVError",
     "UnsupportedModelError",
+    "first_line",
     "is_out_of_memory",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the pages that compilers and device runtimes append; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

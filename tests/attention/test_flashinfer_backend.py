@@ -252,6 +252,56 @@ def test_what_fails_after_it_has_worked_is_an_error():
         backend.run(scene.spec, scene.query, scene.keys, scene.values)
 
 
+class Fails(Double):
+    """Its first plan raises."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args, **kwargs):
+        wrapper = super().BatchPrefillWithPagedKVCacheWrapper(*args, **kwargs)
+        plan = wrapper.plan
+
+        def fail(*args, **kwargs):
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+            return plan(*args, **kwargs)
+
+        wrapper.plan = fail
+        return wrapper
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v with size 9"),
+        RuntimeError("Failed to plan prefill with error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 MiB"),
+    ],
+)
+def test_what_is_not_of_a_build_is_an_error_and_not_for_good(error, caplog):
+    backend = over_double(double=Fails(error))
+    scene = make_scene(plain_spec(dim=64), levels(0, 4, own=2), dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=str(error)[:11]):
+        run(backend, scene)
+    torch.testing.assert_close(run(backend, scene).double(), dense_attention(scene), rtol=2e-2, atol=2e-2)
+    assert backend.fallback_reason(scene.spec) is None
+    assert not computed_by_torch(backend)
+    assert caplog.records == []
+
+
+def test_a_kernel_for_another_gpu_goes_to_torch():
+    error = RuntimeError("Failed to plan prefill with error: no kernel image is available for execution")
+    backend = over_double(double=Fails(error))
+    scene = make_scene(plain_spec(dim=64), levels(0, 4, own=2), dtype=torch.bfloat16)
+    torch.testing.assert_close(run(backend, scene).double(), dense_attention(scene), rtol=2e-2, atol=2e-2)
+    assert "no kernel image" in backend.fallback_reason(scene.spec)
+
+
 # -- plans ----------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +325,50 @@ def test_a_kind_is_planned_once_a_step_and_run_for_every_layer():
         backend.module.calls.clear()
     assert backend._wrappers.num_wrappers == 2
     assert backend.module.transfers[0].num_transfers == 4
+
+
+def test_an_interrupted_plan_may_have_been_sent():
+    """The next one must not write to its page-locked memory before the device has come so far."""
+    backend, spec = over_double(double=Double()), plain_spec(dim=64)
+    scene = decodes([20, 40], spec)
+    run(backend, scene)
+    backend.module.synchronize()
+    (wrapper,) = backend.wrappers._wrappers.values()
+    plan = wrapper.wrapper.plan
+
+    def interrupted(*args, **kwargs):
+        plan(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    wrapper.wrapper.plan = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(backend, scene)
+    wrapper.wrapper.plan = plan
+    torch.testing.assert_close(run(backend, scene).double(), dense_attention(scene), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_an_interrupted_transfer_may_be_under_way(into):
+    transfers = over_double(double=Double()).transfers
+    name = "_copy_into" if into else "_copy"
+    copy = getattr(transfers, name)
+    place = transfers.empty(5)
+
+    def interrupted(*args):
+        copy(*args)
+        raise KeyboardInterrupt
+
+    def send():
+        transfers.host(5)[:] = 1
+        return transfers.send_into([(0, place)]) if into else transfers.send(5)
+
+    setattr(transfers, name, interrupted)
+    for _ in range(4):  # each of the two buffers comes again
+        with pytest.raises(KeyboardInterrupt):
+            send()
+    setattr(transfers, name, copy)
+    send()
+    assert transfers.num_waits > 0
 
 
 def test_nothing_is_waited_for_when_the_host_has_seen_the_last_step():

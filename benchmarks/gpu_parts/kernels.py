@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from gpu_parts.session import Session
-from gpu_parts.timing import Timing, host_time, kernel_time
+from gpu_parts.session import Session, Skip
+from gpu_parts.timing import Timing, host_time, kernel_time, waits_for_device
 from radixkv.attention import AttentionBatch, AttentionSpec
 
 BLOCK = 16
@@ -119,17 +119,12 @@ def decode(session: Session) -> None:
     sizes = [(b, c) for c in (1024, 8192, 32768) for b in (1, 16, 64, 256)]
     if session.small:
         sizes = [(1, 32), (3, 64)]
-    most = max(batch * context for batch, context in sizes)
-    pool = make_pool(session, most // BLOCK, spec)
-    order = np.random.default_rng(0).permutation(most // BLOCK).astype(np.int32)
-    flat = [random(session, most * spec.num_kv_heads * spec.key_dim) for _ in "kv"]
     for batch, context in sizes:
         name = f"{batch} x {context}"
         if session.out_of_time(name, 2):
             continue
-        figures = session.attempt(
-            name, lambda b=batch, c=context: _decode(session, pool, order, flat, spec, b, c)
-        )
+        figures = session.attempt(name, lambda b=batch, c=context: _decode(session, spec, b, c))
+        session.tidy()
         if figures is not None:
             session.note(name, **figures, of_copy=figures["gbs"] / copy if copy else None)
     batch, context = (3, 64) if session.small else (64, 8192)
@@ -141,9 +136,21 @@ def decode(session: Session) -> None:
         name = f"{batch} x {context}, {label}"
         if session.out_of_time(name, 1):
             continue
-        figures = session.attempt(name, lambda s=other: _paged(session, pool, order, s, batch, context))
+        figures = session.attempt(name, lambda s=other: _paged(session, s, batch, context))
+        session.tidy()
         if figures is not None:
             session.note(name, **figures, of_copy=figures["gbs"] / copy if copy else None)
+
+
+def require_room(session: Session, size: int) -> None:
+    """Raises: Skip: so many bytes are not free on the device."""
+    if not session.on_gpu:
+        return
+    free, _ = torch.cuda.mem_get_info(session.device)
+    free += torch.cuda.memory_reserved(session.device) - torch.cuda.memory_allocated(session.device)
+    free -= 2 << 30  # for workspaces, queries, and what flushes the cache
+    if size > free:
+        raise Skip(f"no room: it takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
 
 
 def make_pool(session: Session, num_blocks: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -151,13 +158,18 @@ def make_pool(session: Session, num_blocks: int, spec: AttentionSpec) -> tuple[T
     return random(session, *shape, spec.key_dim), random(session, *shape, spec.value_dim)
 
 
-def _paged(
-    session: Session, pool: Any, order: np.ndarray, spec: AttentionSpec, batch: int, context: int
-) -> dict[str, Any]:
+def _paged(session: Session, spec: AttentionSpec, batch: int, context: int) -> dict[str, Any]:
+    num_blocks = batch * context // BLOCK
+    require_room(session, batch * context * token_bytes(session, spec))
+    pool = make_pool(session, num_blocks, spec)
+    order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     case = DecodeCase(session, pool, order, batch, context, spec)
     case.plan()
     case.run()  # plans the kernels, and compiles them if they are not there
     plan_ms = host_time(session, case.plan)
+    if spec.window is None:
+        waits = waits_for_device(session, case.plan)
+        session.check(f"plan {batch} x {context} G{spec.group} waits for nothing", not waits, waits=waits)
     time = kernel_time(session, case.run)
     figures = _figures(time, case.bytes) | {"plan_ms": plan_ms}
     if spec.window is None:
@@ -181,16 +193,16 @@ def _figures(time: Timing, size: int) -> dict[str, Any]:
 
 def _decode(
     session: Session,
-    pool: Any,
-    order: np.ndarray,
-    flat: list[Tensor],
     spec: AttentionSpec,
     batch: int,
     context: int,
 ) -> dict[str, Any]:
-    figures = _paged(session, pool, order, spec, batch, context)
-    count = batch * context * spec.num_kv_heads * spec.key_dim
-    keys, values = (t[:count].view(batch, spec.num_kv_heads, context, spec.key_dim) for t in flat)
+    figures = _paged(
+        session, spec, batch, context
+    )  # whose pool is given back before there are keys for torch
+    session.tidy()
+    require_room(session, batch * context * token_bytes(session, spec))
+    keys, values = (random(session, batch, spec.num_kv_heads, context, spec.key_dim) for _ in "kv")
     query = random(session, batch, spec.num_kv_heads, spec.group, spec.key_dim)
     whole = query.view(batch, spec.num_heads, 1, spec.key_dim)
     ways = {
@@ -294,7 +306,7 @@ def cascade(session: Session) -> None:
     order = np.random.default_rng(2).permutation(most).astype(np.int32)
     costs = {
         "flat": FlashInferCosts(cascade=False),
-        "cascade": FlashInferCosts(launch_bytes=0),
+        "cascade": FlashInferCosts(launch_bytes=-(10**9)),
         "rule": FlashInferCosts(),
     }
     for shared, batch in cases:
@@ -321,6 +333,8 @@ def cascade(session: Session) -> None:
                 backend.plan(decode_batch(tables, context), [spec])
                 outs[way] = backend.run(spec, query, *pool).clone()
                 launches = len(backend.cut_of(spec).shared)
+                if way == "cascade":
+                    session.check(f"cascade {batch} x {context} shares", launches > 0, launches=launches)
                 if way == "rule":
                     figures["rule_chooses"] = "cascade" if launches else "flat"
                     continue

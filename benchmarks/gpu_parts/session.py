@@ -18,6 +18,7 @@ import torch
 
 # Seconds before the limit at which the watchdog writes what there is and ends the process.
 WATCHDOG_MARGIN = 6.0
+OUT_OF_TIME = "out of time"
 
 
 class Skip(Exception):
@@ -95,8 +96,13 @@ class Session:
         """Whether there is no time left for something that takes `need` seconds; notes that if so."""
         if self.left >= need:
             return False
-        self.note(name, skipped="out of time")
+        self.note(name, skipped=OUT_OF_TIME)
         return True
+
+    @property
+    def left_out(self) -> list[str]:
+        """What there was no time for."""
+        return [f"{row['phase']}: {row['name']}" for row in self.rows if row.get("skipped") == OUT_OF_TIME]
 
     # -- results ----------------------------------------------------------------------------------------------
 
@@ -157,6 +163,7 @@ class Session:
                 "seconds": self.elapsed,
                 "phases": self.phases,
                 "wrong": self.wrong,
+                "left_out": self.left_out,
                 **more,
             }
             text = json.dumps({**data, "rows": self.rows}, indent=1, default=str)

@@ -55,13 +55,15 @@ def lines(session: Session) -> list[str]:
         made += [f"{what:<70} {aim:>8}  {found:>12}  {words[ok]}" for what, aim, found, ok in wanted]
     if session.wrong:
         made += ["", f"wrong or failed ({len(session.wrong)}): " + "; ".join(session.wrong[:12])]
+    if session.left_out:
+        made += ["", f"no time for ({len(session.left_out)}): " + "; ".join(session.left_out[:12])]
     return made
 
 
 _COLUMNS = (
     "gbs", "of_copy", "of_sdpa", "whole_over_hit", "flat_over_cascade", "rule_chooses", "new_per_s", "ttft_median",
     "times_as_fast", "same", "step_ms", "kernel_ms", "overhead", "plain_ms", "hit_ms", "miss_ms", "floor_ms",
-    "ms_per_token", "hidden", "value", "passed", "worst_rel",
+    "ms_per_token", "rounds", "hidden", "value", "passed", "worst_rel",
 )  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,44 @@ def host_time(session: Session, call: Callable[[], Any], repeats: int = 5) -> fl
         times.append((time.perf_counter() - began) * 1e3)
     session.synchronize()
     return statistics.median(times)
+
+
+def waits_for_device(session: Session, call: Callable[[], Any]) -> bool | None:
+    """Whether a call returns only after the device has done what was queued before it; None without a GPU.
+
+    With an idle device nobody sees that a call waits, for there is nothing to wait for.
+    """
+    if not session.on_gpu:
+        call()
+        return None
+    size = 4096
+    left, right = (torch.randn(size, size, device=session.device).to(session.dtype) for _ in "ab")
+    out = torch.mm(left, right)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(2):  # the first time, to see how much of it takes 10 ms
+        torch.cuda.synchronize(session.device)
+        events[0].record()
+        for _ in range(20):
+            torch.mm(left, right, out=out)
+        events[1].record()
+    torch.cuda.synchronize(session.device)
+    repeats = int(20 * 10 / max(events[0].elapsed_time(events[1]), 1e-3)) + 1
+    for _ in range(repeats):
+        torch.mm(left, right, out=out)
+    events[1].record()
+    call()
+    waited = events[1].query()
+    torch.cuda.synchronize(session.device)
+    return bool(waited)
+
+
+def busy_us(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time in which at least one of the intervals runs: kernels overlap, on one stream as well."""
+    total, end = 0.0, -math.inf
+    for begin, stop in sorted(intervals):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
 
 
 def wall_time(session: Session, call: Callable[[], Any]) -> tuple[float, Any]:

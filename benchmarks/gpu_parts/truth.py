@@ -102,10 +102,10 @@ class Truth:
             for layer in range(len(exact)):
                 for part, pool in enumerate((store.keys, store.values)):
                     held = pool[layer][ids].flatten(0, 1)[: len(tokens)].transpose(0, 1).double()
-                    right = exact[layer][part]
-                    errors += float((held - right).square().sum())
-                    usual += float((plain[layer][part] - right).square().sum())
-                    size += float(right.square().sum())
+                    wanted = exact[layer][part]
+                    errors += float((held - wanted).square().sum())
+                    usual += float((plain[layer][part] - wanted).square().sum())
+                    size += float(wanted.square().sum())
         rel, plain_rel = ((total / max(size, 1e-30)) ** 0.5 for total in (errors, usual))
         right = num_tokens > 0 and rel <= FURTHER * plain_rel + 1e-5
         return {"pool_tokens": num_tokens, "pool_rel": rel, "pool_plain_rel": plain_rel, "right": right}

@@ -175,6 +175,15 @@ def test_namespaces_do_not_meet_among_the_ghosts():
     assert ghosts._uses[ghosts._cells > 0].tolist() == [1] * 4
 
 
+def test_what_one_namespace_asked_for_is_not_what_another_inserts():
+    tree = make(64, 2)
+    tree.match([1, 2, 3, 4], "a").release()
+    tree.pool.release(tree.insert([1, 2, 3, 4], tree.allocate(2), "b").blocks)
+    expected = tree._policy._ghosts.cells()  # what "a" asked for is remembered
+    assert len(expected) == 2
+    tree._policy.check_all()
+
+
 def test_a_tree_that_is_only_inserted_into_keeps_what_came_last():
     """Without requests to learn from, inserts count as such."""
     tree = make(12)

@@ -227,6 +227,22 @@ def test_of_equal_priorities_the_one_that_lasts_longest_counts():
     tree.check()
 
 
+def test_the_time_to_live_starts_anew_when_the_request_ends():
+    time = [0.0]
+    tree = RadixTree(BlockPool(16), 1, RetentionPolicy(16, clock=lambda: time[0]))
+    store(tree, [1])
+    match = tree.match([1], retention=Retention(1, ttl=5))
+    time[0] = 4
+    tree.pool.release(tree.insert([1], match.take(), retention=Retention(1, ttl=5)).blocks)
+    for now, left in ((6, [1, 3]), (10, [3])):
+        time[0] = now
+        store(tree, [2 if now == 6 else 3])
+        store(tree, [3])
+        tree.evict(1)
+        assert [n for n in (1, 2, 3) if tree.match_length([n])] == left
+    tree.check()
+
+
 def test_an_insert_alone_can_retain_all_of_its_path():
     tree = RadixTree(BlockPool(16), 2, "priority")
     store(tree, [1, 1])

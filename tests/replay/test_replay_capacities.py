@@ -162,9 +162,11 @@ FAMILIES = [
     ("falcon", {**SMALL, "new_decoder_architecture": True}),
     ("falcon", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}),
     ("gemma4_text", {**GROUPED, **GEMMA4}),
+    ("gemma4_unified_text", {**GROUPED, **GEMMA4}),
     ("mimo_v2_flash", {**GROUPED, **EXPERTS, "head_dim": 16, "v_head_dim": 24}),
     ("minicpm3", MLA),
     ("deepseek_v2", {**MLA, **EXPERTS, "first_k_dense_replace": 1}),
+    ("glm4_moe_lite", {**MLA, **EXPERTS, "first_k_dense_replace": 1}),
     ("deepseek_v3", {**MLA, **EXPERTS, "first_k_dense_replace": 1}),
 ]
 

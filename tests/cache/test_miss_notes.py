@@ -263,29 +263,32 @@ def test_more_namespaces_than_are_remembered():
     def store(tokens, name):
         tree.pool.release(tree.insert(tokens, tree.allocate(-(-len(tokens) // 4)), name).blocks)
 
+    # Of tokens that count up, the keys do, too, and chance would be all or nothing.
+    prompts = np.random.default_rng(0).integers(0, 1 << 40, (1000, 5)).tolist()
     said = []
-    for i in range(1000):
-        said.append(ask([i, 2, 3, 4, 5], f"tenant {i}"))
-        store([i, 2, 3, 4, 5], f"tenant {i}")
-        said.append(ask([i, 2, 3, 9, 9], f"tenant {i}"))  # inside a block
+    for i, tokens in enumerate(prompts):
+        said.append(ask(tokens, f"tenant {i}"))
+        store(tokens, f"tenant {i}")
+        said.append(ask([*tokens[:3], 9, 9], f"tenant {i}"))  # inside a block
     assert set(said) <= {"never_seen", "unknown"}
     assert said.count("unknown") < 0.03 * len(said), "only by chance"
-    assert ask([5, 2, 3, 4, 5], "tenant 5") == "evicted"
-    assert ask([5, 2, 3, 4, 5], "somebody new") == "other_namespace", "of the first ones"
-    assert ask([995, 2, 3, 4, 5], "somebody new") == "other_namespace", "of the last ones"
-    assert ask([500, 2, 3, 4, 5], "somebody new") == "unknown", "of one that was dropped from the list"
-    assert ask([500, 2, 3, 4, 5], "tenant 500") == "evicted", "though it was dropped from the list"
+    assert ask(prompts[5], "tenant 5") == "evicted"
+    assert ask(prompts[5], "somebody new") == "other_namespace", "of the first ones"
+    assert ask(prompts[995], "somebody new") == "other_namespace", "of the last ones"
+    assert ask(prompts[500], "somebody new") == "unknown", "of one that was dropped from the list"
+    assert ask(prompts[500], "tenant 500") == "evicted", "though it was dropped from the list"
 
 
 def test_a_miss_costs_no_more_with_many_namespaces():
     notes = MissNotes(64, 4, num_rows=1 << 16)
     tables, asked = notes._rows, []
+    rng = np.random.default_rng(0)
     for i in range(1000):
-        notes.on_stored(b"%d" % i, np.array([i, 1, 2, 3]), 0, np.array([i % 64], np.int32), -1)
+        notes.on_stored(b"%d" % i, rng.integers(0, 1 << 40, 4), 0, np.array([i % 64], np.int32), -1)
     find = tables.find
     with mock.patch.object(tables, "find", side_effect=lambda keys: asked.append(len(keys)) or find(keys)):
-        for i in range(20):
-            notes.on_matched(b"990", np.array([5000 + i, 1, 2, 3]), 0, 3, False)
+        for _ in range(20):
+            notes.on_matched(b"990", rng.integers(0, 1 << 40, 4), 0, 3, False)
     assert sorted(asked)[10] <= 3 + 16, "all but those that look like another by chance"
 
 

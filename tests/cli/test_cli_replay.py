@@ -339,3 +339,64 @@ def test_ctrl_c_is_one_line(tmp_path, jobs):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes of the command
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "radixkv: interrupted\n")
+
+
+# -- texts ---------------------------------------------------------------------------------------------------
+
+
+def test_chats_with_a_tokenizer_folder_and_lines_of_all_kinds_of_faults(tmp_path, capsys):
+    """A real tokenizer with a chat template; what is skipped is counted, and the rest is as if it were not there."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = {word: number for number, word in enumerate(["?", *"abcdefg", "user", "assistant", ":"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    fast.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
+    fast.save_pretrained(tmp_path / "model")
+    made.save(str(tmp_path / "alone.json"))
+
+    def chat(*contents):
+        turns = [
+            {"role": role, "content": text}
+            for role, text in zip(["user", "assistant"] * 9, contents, strict=False)
+        ]
+        return json.dumps({"messages": turns, "timestamp": len(contents)})
+
+    good = [chat("a b c d"), chat("a b c d", "e f", "g"), chat("a b c d", "e f", "g a", "b", "c")]
+    bad = [
+        "nonsense", "[]", '{"token_ids": [1]}', '{"messages": []}', '{"messages": [{"role": 5}]}', "\\xff",
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', chat("a"),
+        '{"messages": ' + "[" * 100000, json.dumps({"messages": [{"role": "user", "content": "a " * 5000}]}),
+    ]  # fmt: skip
+    for name, lines in (("good", good), ("mixed", [good[0], *bad[:5], good[1], *bad[5:], good[2]])):
+        (tmp_path / name).write_bytes("\n".join(lines).encode().replace(b"\\xff", b"\xff"))
+    options = [
+        "--tokenizer",
+        str(tmp_path / "model"),
+        "--block-size",
+        "4",
+        "--capacity",
+        "10",
+        "--format",
+        "json",
+    ]
+    assert main(["replay", str(tmp_path / "good"), *options]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    tokens = [
+        list(fast.encode(fast.apply_chat_template(json.loads(c)["messages"], tokenize=False))) for c in good
+    ]
+    assert wanted["trace"]["prompt_tokens"] == sum(map(len, tokens))
+    assert (
+        wanted["results"]
+        == simulate([{"token_ids": t} for t in tokens], capacity=10, block_size=4).to_dict()["results"]
+    )
+    assert main(["replay", str(tmp_path / "mixed"), *options]) == 2
+    assert_one_line(capsys, "line 2", "not JSON")
+    assert main(["replay", str(tmp_path / "mixed"), *options, "--skip-bad"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["results"] == wanted["results"]
+    assert found["trace"]["skipped"] == len(bad)
+    options[1] = str(tmp_path / "alone.json")
+    assert main(["replay", str(tmp_path / "good"), *options]) == 2
+    assert_one_line(capsys, "no chat template")

@@ -85,7 +85,7 @@ def attention(session: Session) -> None:
         judge(session, f"decode, window {width}", spec(4, 4, dim, window=width), decodes(lens))
     new = (1, 7, 16, 33) if session.small else (1, 7, 16, 33, 128, 257)
     cached = (0, 5, 16, 40) if session.small else (0, 5, 16, 100, 1000, 2048)
-    prompts = [([], before + count, count) for before, count in zip(cached, new, strict=True)]
+    prompts: list[Any] = [([], before + count, count) for before, count in zip(cached, new, strict=True)]
     for group in (1, 4):
         judge(session, f"prompts over a cached part G{group}", spec(4, group, dim), prompts)
     judge(session, "prompts, window 101", spec(4, 4, dim, window=101), prompts)

@@ -248,6 +248,7 @@ def compare(session: Session, title: str, model: Any, rows: int, rounds: int = 3
         )
         overheads(session, f"{title} without graphs", plain, loads[1])
     answers = take_turns(session, title, ways, loads, rounds)
+    engine.close()
     for load in loads:
         _compared(session, title, model, load, answers[load.name])
 
@@ -353,20 +354,24 @@ def overheads(session: Session, title: str, engine: Any, load: Workload) -> None
     """Time of a decode step of all rows, and of the kernels in it."""
     name = f"{title}: decode step of {len(load.prompts)} rows"
     if not session.out_of_time(name, 3):
-        figures = session.attempt(name, lambda: _step_times(session, engine, load))
-        engine.close()
+        asked: list[Any] = []
+        figures = session.attempt(name, lambda: _step_times(session, engine, load, asked))
+        for request in asked:  # closing the engine would take its graphs with it
+            engine.abort(request)
+        while engine.has_unfinished:
+            engine.step()
         engine.cache.clear()
         if figures is not None:
             session.note(name, **figures)
 
 
-def _step_times(session: Session, engine: Any, load: Workload) -> dict[str, Any]:
+def _step_times(session: Session, engine: Any, load: Workload, asked: list[Any]) -> dict[str, Any]:
     from radixkv import SamplingParams
 
     plain, profiled = (3, 2) if session.small else (32, 8)
     sampling = SamplingParams(max_new_tokens=4 * (plain + 2 * profiled) + 16)
     for tokens in load.prompts:
-        engine.add_request(tokens[: load.new * 16], sampling)
+        asked.append(engine.add_request(tokens[: load.new * 16], sampling))
     for _ in range(10_000):
         if len(engine.step()) == len(load.prompts):
             break

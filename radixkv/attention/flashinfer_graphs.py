@@ -31,6 +31,7 @@ from radixkv.attention.flashinfer_backend import FlashInferBackend
 from radixkv.attention.flashinfer_plan import cut_step
 from radixkv.attention.flashinfer_tables import PageTable, StepSequences
 from radixkv.attention.flashinfer_transfer import Transfers
+from radixkv.attention.flashinfer_wrappers import plan_options
 from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
 from radixkv.core.errors import InvalidRequestError
 
@@ -196,6 +197,10 @@ class GraphAttention:
         """Whether the last plan is that of these context lengths."""
         return self._planned is not None and np.array_equal(self._planned, contexts)
 
+    def forget_plan(self) -> None:
+        """Whatever was planned, plan again."""
+        self._planned = None
+
     def plan(self, contexts: npt.NDArray[np.integer]) -> None:
         """Plan the kernels for contexts of these lengths; they replace those planned before.
 
@@ -225,11 +230,7 @@ class GraphAttention:
                 spec.num_kv_heads,
                 spec.key_dim,
                 self._block_size,
-                window_left=-1 if spec.window is None else spec.window - 1,
-                logits_soft_cap=spec.softcap,
-                sm_scale=spec.scale,
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
+                **plan_options(spec, self._dtype),
             )
         self.tables = tables
         self._planned = lens

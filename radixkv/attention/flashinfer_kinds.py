@@ -18,6 +18,7 @@ __all__ = [
     "KernelModule",
     "Limits",
     "can_merge",
+    "graph_plan_bytes",
     "graph_workspace_need",
     "kernel_modules",
     "module_of",
@@ -114,13 +115,33 @@ def graph_workspace_need(spec: AttentionSpec, rows: int, num_sms: int) -> int:
 
     Source: `PrefillPlan` and `DecodePlan` in `scheduler.cuh`.
     """
+    tile = query_tile(spec.group, spec.value_dim) if uses_tensor_cores(spec) else 1
+    return spec.num_heads * _graph_blocks(spec, rows, num_sms) * tile * (spec.value_dim + 1) * 4
+
+
+def graph_plan_bytes(spec: AttentionSpec, rows: int, num_sms: int) -> int:
+    """Bytes that the plan of such a decode is given: more than twice what it takes.
+
+    It has three int32 and a flag for each block of threads, two int32 for each row, a few numbers, and what each of
+    these arrays is aligned by.
+
+    Args:
+        spec: The kind.
+        rows: Of the graph.
+        num_sms: Multiprocessors of the device.
+
+    Source: as for `graph_workspace_need`.
+    """
+    return 32 * _graph_blocks(spec, rows, num_sms) + 32 * rows + (64 << 10)
+
+
+def _graph_blocks(spec: AttentionSpec, rows: int, num_sms: int) -> int:
+    """Blocks of threads for each KV head, at most."""
     blocks = max(1, 2 * num_sms // spec.num_kv_heads)
     if not uses_tensor_cores(spec):
-        blocks = max(rows, 8 * blocks)  # that kernel may have more blocks of threads on a multiprocessor
-        return spec.num_heads * blocks * (spec.value_dim + 1) * 4
+        return max(rows, 8 * blocks)  # that kernel may have more blocks of threads on a multiprocessor
     tile = query_tile(spec.group, spec.value_dim)
-    blocks = max(blocks, -(-rows * spec.group // tile) + rows - 1)
-    return spec.num_heads * blocks * tile * (spec.value_dim + 1) * 4
+    return max(blocks, -(-rows * spec.group // tile) + rows - 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.attention.flashinfer_kinds import graph_workspace_need, uses_tensor_cores, workspace_need
+from radixkv.attention.flashinfer_kinds import (
+    graph_plan_bytes,
+    graph_workspace_need,
+    uses_tensor_cores,
+    workspace_need,
+)
 from radixkv.attention.flashinfer_plan import Launch
 from radixkv.attention.flashinfer_sending import PlannedLaunch
 from radixkv.attention.flashinfer_transfer import Transfers
@@ -17,7 +22,24 @@ from radixkv.attention.interface import AttentionSpec
 from radixkv.core.errors import InvalidRequestError, is_out_of_memory
 from radixkv.store.sizing import format_bytes
 
-__all__ = ["PlannedWrapper", "Wrappers"]
+__all__ = ["PlannedWrapper", "Wrappers", "plan_options"]
+
+
+def plan_options(spec: AttentionSpec, dtype: torch.dtype, *, whole: bool = False) -> dict[str, Any]:
+    """What every wrapper's `plan` takes by name.
+
+    Args:
+        spec: The kind of layers.
+        dtype: Of queries, keys and values.
+        whole: Whether all keys are seen, whatever the window.
+    """
+    return dict(
+        window_left=-1 if spec.window is None or whole else spec.window - 1,
+        logits_soft_cap=spec.softcap,
+        sm_scale=spec.scale,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
 
 
 class PlannedWrapper:
@@ -86,20 +108,13 @@ class Wrappers:
         wrapper = self._wrappers.get(key)
         if wrapper is None:
             wrapper = self._wrappers[key] = self._make(launch, spec)
-        window = -1 if spec.window is None or launch.shared else spec.window - 1
         table = (
             torch.from_numpy(launch.table.indptr),
             planned.indices,
             torch.from_numpy(launch.table.last_page_len),
         )
         heads = spec.num_heads, spec.num_kv_heads, spec.key_dim, page_size
-        options = dict(
-            window_left=window,
-            logits_soft_cap=spec.softcap,
-            sm_scale=spec.scale,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-        )
+        options = plan_options(spec, dtype, whole=launch.shared)
         if launch.decode:
             wrapper.plan(*table, *heads, **options)
         else:
@@ -125,9 +140,11 @@ class Wrappers:
             indices: int32, as many as there may ever be.
             last_page_len: int32 `[B]`.
         """
-        self._provide(graph_workspace_need(spec, len(last_page_len), self._num_sms))
-        return self._wrapped(
-            lambda: self._module.BatchDecodeWithPagedKVCacheWrapper(
+        rows = len(last_page_len)
+        self._provide(graph_workspace_need(spec, rows, self._num_sms))
+
+        def make() -> Any:
+            wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,
                 "NHD",
                 use_cuda_graph=True,
@@ -137,7 +154,14 @@ class Wrappers:
                 paged_kv_last_page_len_buffer=last_page_len,
                 backend="fa2",
             )
-        )
+            # Each takes 8 MiB of the device and of page-locked memory to plan in, and there is one for every batch
+            # size and kind of layers. One that is too small is an error of `plan`, which looks before it writes.
+            size = graph_plan_bytes(spec, rows, self._num_sms)
+            small = torch.empty(size, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(self._workspace, small)
+            return wrapper
+
+        return self._wrapped(make)
 
     def _make(self, launch: Launch, spec: AttentionSpec) -> PlannedWrapper:
         self._provide(workspace_need(spec, self._num_sms))

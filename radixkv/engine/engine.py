@@ -206,6 +206,17 @@ class Engine:
         return self._runner.watched_reason or graphs.reason
 
     @property
+    def backend_name(self) -> str:
+        """What computes its attention: `"flashinfer"`, `"torch"`, or the name of the backend that was given."""
+        return self._runner.backend.name
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes that there is a CUDA graph for, ascending."""
+        graphs = self._runner.graphs
+        return [] if graphs is None else graphs.sizes
+
+    @property
     def num_graph_steps(self) -> int:
         """Decode steps that were run as CUDA graphs, since the model was last looked at."""
         graphs = self._runner.graphs
@@ -486,12 +497,33 @@ class Engine:
         with self._door.enter():
             self._abort_owned(owner)
 
+    def record_graphs(self) -> list[int]:
+        """Record the CUDA graphs of all batch sizes now, the largest first.
+
+        Otherwise each is recorded when its size first occurs, and holds up that step. Their first steps are still run
+        a second time without, to hold them against each other.
+
+        Returns:
+            `graph_sizes`. Empty where steps are run without graphs; `no_graphs_reason` then says why.
+
+        Raises:
+            InvalidRequestError: Another thread or engine is at work.
+        """
+        with self._door.enter():
+            self._wake()
+            self._tell_runner()
+            self._runner.record_graphs()
+            self._rest()
+        return self.graph_sizes
+
     def close(self) -> None:
-        """Abort everything; what is cached stays in the cache. The engine can be used again."""
+        """Abort everything, and drop CUDA graphs; what is cached stays in the cache. The engine can be used again."""
         with self._door.enter():
             for rid in list(self._desk.records):
                 self.abort(rid)
             self._desk.ready.clear()
+            if self._runner.graphs is not None:
+                self._runner.graphs.forget()
 
     def __enter__(self) -> Engine:
         return self
@@ -650,8 +682,7 @@ class Engine:
     def _carry_out(self, step: Step, held: InterruptsHeld) -> None:
         began = time.perf_counter()
         streams = self._desk.streams
-        (_, _, patches), _ = self._circumstances
-        self._runner.under(self._circumstances, patched=patches != 0)
+        self._tell_runner()
         try:
             drawn = self._executor.run(step, streams, held.insisting())
         except BaseException:
@@ -674,6 +705,10 @@ class Engine:
         for sequence in broken:
             if sequence in streams:
                 self._desk.end(streams[sequence])
+
+    def _tell_runner(self) -> None:
+        (_, _, patches), _ = self._circumstances
+        self._runner.under(self._circumstances, patched=patches != 0)
 
     def _take_back(self, step: Step) -> None:
         """The step is not carried out. What ended when it was made has ended."""

@@ -13,10 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from radixkv.attention.device_graphs import Captured, GraphDevice
+from radixkv.attention.device_graphs import Captured, GraphDevice, NotCapturable
 from radixkv.attention.flashinfer_backend import FlashInferBackend
 from radixkv.attention.flashinfer_graphs import GraphAttention, StepBuffers, sharing_pays
 from radixkv.attention.interface import AttentionBatch, AttentionSpec
+from radixkv.core.errors import first_line
+from radixkv.engine.graph_checks import Tolerances, attention_problem, logits_problem
 from radixkv.sched.step import Step
 from radixkv.store.kv_store import KVStore
 
@@ -43,15 +45,38 @@ def graph_sizes(most: int) -> list[int]:
 
 @dataclass
 class _SizedGraph:
+    """A graph, and the steps that it has been held against the plain forward for.
+
+    Attributes:
+        attention: Its attention.
+        captured: What was recorded.
+        longest: Longest context of those steps; 0 before the first of them.
+        padded: Whether any had rows of padding.
+    """
+
     attention: GraphAttention
     captured: Captured
+    longest: int = 0
+    padded: bool = False
+
+    def is_unlike(self, step: Step) -> bool:
+        """Whether a step is of another kind than those: the first one padded, or several times as long."""
+        if step.num_seqs < self.attention.rows and not self.padded:
+            return True
+        return not self.longest or int(step.context_lens.max()) >= 4 * max(self.longest, 16)
+
+    def has_agreed(self, step: Step) -> None:
+        """Note a step."""
+        self.longest = max(self.longest, int(step.context_lens.max()))
+        self.padded |= step.num_seqs < self.attention.rows
 
 
 class DecodeGraphs:
     """Runs decode steps by replaying graphs, one for each batch size of a ladder, recorded when it is first needed.
 
-    A graph is believed only after it has given, on a step unlike the one it was recorded with, the logits of the plain
-    forward of that step. If it does not, or cannot be recorded, steps are run without, and why is logged once.
+    A graph is believed only after its attention alone has been held against torch's, and its logits against those of
+    the plain forward: those of its first step, of the first one with rows of padding, and whenever contexts are four
+    times as long. If they differ, or it cannot be recorded, steps are run without, and why is logged once.
 
     Graphs hold for weights, adapters and hooks as they were: see `under`.
 
@@ -63,11 +88,12 @@ class DecodeGraphs:
         forward: What is recorded: the whole forward of the model.
         max_rows: Sequences in a step, at most.
         max_len: Tokens of a sequence, at most.
-        tolerance: Relative difference of logits that rounding explains.
+        tolerances: What rounding explains.
 
     Attributes:
         reason: Why steps are run without graphs, or further batch sizes are; None if nothing is wrong.
         num_replays: Steps that were replayed.
+        num_compared: Steps that were replayed and run without a graph, too, and are not counted otherwise.
         num_planned_ahead: Of these, steps whose plan was made while the device computed the step before.
     """
 
@@ -81,17 +107,19 @@ class DecodeGraphs:
         *,
         max_rows: int,
         max_len: int,
-        tolerance: float,
+        tolerances: Tolerances,
     ) -> None:
         self.reason: str | None = None
         self.num_replays = 0
         self.num_planned_ahead = 0
+        self.num_compared = 0
+        self._told = False
         self._store = store
         self._backend = backend
         self._device = device
         self._specs = list(dict.fromkeys(specs))
         self._forward = forward
-        self._tolerance = tolerance
+        self._tolerances = tolerances
         self._ladder = graph_sizes(max_rows)
         self._blocks = min(-(-max_len // store.block_size), store.num_blocks)
         self._buffers: StepBuffers | None = None
@@ -111,8 +139,9 @@ class DecodeGraphs:
             self._circumstances = circumstances
 
     def forget(self) -> None:
-        """Drop all graphs."""
+        """Drop all graphs, and the memory that they share."""
         self._graphs.clear()
+        self._buffers = None
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -121,7 +150,7 @@ class DecodeGraphs:
 
         Args:
             step: Any step.
-            plain: Runs the step without a graph; called where a graph is tried for the first time.
+            plain: Runs the step without a graph; called where a graph is held against it.
 
         Returns:
             float32 `[S, vocabulary]`, after each sequence, in memory of their own.
@@ -131,12 +160,28 @@ class DecodeGraphs:
         size = self._size_for(step.num_seqs)
         if size is None:
             return None
-        graph = self._graphs.get(size)
+        graph = self._graphs.get(size) or self._new(size)
         if graph is None:
-            return self._first(step, size, plain)
-        logits = self._replay(graph, step)
+            return None
+        ahead = graph.attention.is_planned(step.context_lens)
+        try:
+            logits = self._replay(graph, step)
+        except Exception as error:
+            self._graphs.pop(size, None)
+            self._give_up(f"a graph for {size} sequences failed: {_why(error)}")
+            return None
+        if graph.is_unlike(step):
+            return self._compared(graph, step, logits, plain)
+        self.num_replays += 1
+        self.num_planned_ahead += ahead
         self._look_ahead(graph.attention, step)
         return logits
+
+    def record_all(self) -> None:
+        """Record what graphs are missing, the largest first, whose memory the others then share."""
+        for size in reversed(self._ladder):
+            if self.reason is None and size not in self._graphs:
+                self._new(size)
 
     def _fits(self, step: Step) -> bool:
         n = step.num_seqs
@@ -157,21 +202,27 @@ class DecodeGraphs:
         return next((known for known in self.sizes if known >= rows), None)
 
     def _replay(self, graph: _SizedGraph, step: Step) -> Tensor:
-        if graph.attention.is_planned(step.context_lens):
-            self.num_planned_ahead += 1
-        else:
+        if not graph.attention.is_planned(step.context_lens):
             graph.attention.plan(step.context_lens)
         self._send(graph.attention, step)
         graph.captured.replay()
-        self.num_replays += 1
         # The next replay overwrites its output.
         return graph.captured.output[: step.num_seqs].to(torch.float32, copy=True)
 
     def _look_ahead(self, attention: GraphAttention, step: Step) -> None:
-        """While the device computes, plan for the same sequences with one token more."""
-        lengths = step.context_lens + 1
-        if -(-int(lengths.max()) // self._store.block_size) <= self._blocks:
-            attention.plan(lengths)
+        """While the device computes, plan for the same sequences with one token more.
+
+        Nothing depends on it: if it fails, so will the plan of the next step, in its own time.
+        """
+        try:
+            lengths = step.context_lens + 1
+            if -(-int(lengths.max()) // self._store.block_size) <= self._blocks:
+                attention.plan(lengths)
+        except Exception as error:
+            attention.forget_plan()
+            if not self._told:
+                self._told = True
+                _log.warning("a decode step could not be planned ahead: %s", _why(error))
 
     def _send(self, attention: GraphAttention, step: Step) -> None:
         assert self._buffers is not None
@@ -185,33 +236,55 @@ class DecodeGraphs:
         size = self._store.block_size
         return np.arange(count) % size + self._store.scratch_block * size
 
-    # -- the first step of a size -----------------------------------------------------------------------------
+    # -- recording, and whether it is right -------------------------------------------------------------------
 
-    def _first(self, step: Step, size: int, plain: Callable[[], Tensor]) -> Tensor:
-        """Record a graph, try it on this step, and run the step without it.
+    def _new(self, size: int) -> _SizedGraph | None:
+        """A graph whose attention has been tried; None if there is none, and why is told."""
+        try:
+            # What is made here is written to inside and outside of inference mode; leaving it turns gradients on.
+            with torch.inference_mode(False), torch.no_grad():
+                graph = self._record(size)
+                problem = self._attention_problem(graph.attention)
+        except Exception as error:
+            self._give_up(_why(error))
+            return None
+        if problem is not None:
+            self._refuse(size, problem)
+            return None
+        self._graphs[size] = graph
+        return graph
+
+    def _attention_problem(self, attention: GraphAttention) -> str | None:
+        assert self._buffers is not None
+        return attention_problem(
+            attention,
+            self._device,
+            self._specs,
+            self._store.layout.dtype,
+            self._buffers,
+            self._store.block_size,
+            self._blocks,
+            self._tolerances,
+        )
+
+    def _compared(self, graph: _SizedGraph, step: Step, found: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+        """Run a step that was replayed without its graph, too, and believe the latter.
 
         The plain forward comes last: whatever a wrong graph may have written to this step's slots is overwritten.
         """
-        graph = None
-        try:
-            graph = self._record(size)
-            tried = self._replay(graph, step)
-            self.num_replays -= 1
-        except Exception as error:
-            self._give_up(_why(error))
         logits = plain()
-        if graph is None or self.reason is not None:
-            return logits
-        difference = _difference(logits, tried)
-        if difference < self._tolerance:
-            self._graphs[size] = graph
+        self.num_compared += 1
+        problem = logits_problem(logits, found, self._tolerances)
+        if problem is None:
+            graph.has_agreed(step)
         else:
-            self.forget()
-            self._give_up(
-                f"a graph for {size} sequences gave other logits than the plain forward (relative difference "
-                f"{difference:.2g})"
-            )
+            self._refuse(graph.attention.rows, problem)
         return logits
+
+    def _refuse(self, size: int, problem: str) -> None:
+        """What is wrong with one is likely wrong with all."""
+        self.forget()
+        self._give_up(f"a graph for {size} sequences gave {problem}")
 
     def _record(self, size: int) -> _SizedGraph:
         """A graph recorded over inputs that are all padding."""
@@ -237,12 +310,5 @@ class DecodeGraphs:
 
 
 def _why(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text if type(error).__name__ == "NotCapturable" else f"{type(error).__name__}: {text}"
-
-
-def _difference(right: Tensor, found: Tensor) -> float:
-    """Relative difference of the row that differs most; NaN if there are any."""
-    right, found = right.double(), found.double()
-    spread = (right - right.mean(dim=-1, keepdim=True)).norm(dim=-1).clamp(min=1e-30)
-    return float(((right - found).norm(dim=-1) / spread).max())
+    text = first_line(error)
+    return text if isinstance(error, NotCapturable) else f"{type(error).__name__}: {text}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from radixkv.attention.flashinfer_backend import FlashInferBackend
 from radixkv.attention.flashinfer_graphs import GraphAttention, graph_device
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.engine.gathered import gathered_cache
-from radixkv.engine.graphs import DecodeGraphs
+from radixkv.engine.graph_checks import Tolerances
+from radixkv.engine.graphs import DecodeGraphs, GraphForward
 from radixkv.engine.runner_probe import RunnerProbe
 from radixkv.hf.attention_survey import LayerKind
 from radixkv.hf.compat import ForwardCall, text_config
@@ -25,7 +27,7 @@ from radixkv.hf.paged import PagedForward, PoolWriter, SlotWriter
 from radixkv.hf.plug import HFPlug
 from radixkv.hf.rope import RopeRule
 from radixkv.hf.routing import Routing, attention_configs
-from radixkv.hf.support import base_of, tolerance, unwrap_model
+from radixkv.hf.support import base_of, unwrap_model
 from radixkv.sched.step import Step
 from radixkv.store.copy_stream import to_device
 from radixkv.store.kv_store import KVStore
@@ -148,6 +150,12 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.under((circumstances, torch.get_float32_matmul_precision()))
 
+    def record_graphs(self) -> None:
+        """Record graphs for all sizes of decode steps, if there are to be any."""
+        if self.graphs is not None and self._nothing_watches():
+            with torch.no_grad():
+                self.graphs.record_all()
+
     # -- one row of tokens ------------------------------------------------------------------------------------
 
     def _flattened(
@@ -208,10 +216,10 @@ class ModelRunner:
             self.backend,
             device,
             self._specs,
-            lambda inputs, attention: own_forward(lambda: self._from_buffers(inputs, attention)),
+            _weakly(self),
             max_rows=limits.max_rows,
             max_len=limits.max_len,
-            tolerance=tolerance(next(self.model.parameters())),
+            tolerances=Tolerances.of(next(self.model.parameters()).dtype, self.store.layout.device.type),
         )
         return None
 
@@ -279,6 +287,18 @@ class ModelRunner:
                 raise
             self._picks_logits = False  # it may just not take a tensor there
             probe.check(run, way)
+
+
+def _weakly(runner: ModelRunner) -> GraphForward:
+    """Its forward over buffers, for graphs that it owns: the memory of both is free when the runner is dropped."""
+    reference = weakref.ref(runner)
+
+    def forward(inputs: Tensor, attention: GraphAttention) -> Tensor:
+        owner = reference()
+        assert owner is not None
+        return own_forward(lambda: owner._from_buffers(inputs, attention))
+
+    return forward
 
 
 def _to_device(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:

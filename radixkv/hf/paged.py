@@ -127,18 +127,20 @@ class PagedForward(Diversion):
         writer: LayerWriter,
         scratch: bool = False,
     ) -> None:
-        self.cache = StepCache([FlatLayer(index, self._write) for index in range(len(store.layout.layers))])
+        self._fresh: dict[int, Tensor] = {}
+        fresh = self._fresh
+
+        # No method: its cache would hold this object, which holds the cache, and with it the backend.
+        def write(layer: int, keys: Tensor, values: Tensor) -> None:
+            writer.write(layer, keys, values)
+            fresh[layer] = keys
+
+        self.cache = StepCache([FlatLayer(index, write) for index in range(len(store.layout.layers))])
         self._keys = store.keys_and_scratch if scratch else store.keys
         self._values = store.values_and_scratch if scratch else store.values
         self._backend = backend
         self._kinds = kinds
-        self._writer = writer
-        self._fresh: dict[int, Tensor] = {}
         self._attended = 0
-
-    def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self._writer.write(layer, keys, values)
-        self._fresh[layer] = keys
 
     def mask(self, original: str, args: Any, kwargs: Any) -> Any:
         """None: who sees whom follows from the block tables."""

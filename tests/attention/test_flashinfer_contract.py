@@ -93,6 +93,7 @@ def test_every_call_fits_the_real_signature(calls):
             method = (None,) if "." in name else ()  # self
             signature.bind(*method, *args, **kwargs)
     methods = [f"{wrapper}.{method}" for wrapper in WRAPPERS for method in ("plan", "run")]
+    methods.append(f"{WRAPPERS[0]}.reset_workspace_buffer")
     assert seen == {*WRAPPERS, *methods, "merge_state_in_place"}
     assert any(kwargs.get("use_cuda_graph") for _, _, kwargs in calls)
 

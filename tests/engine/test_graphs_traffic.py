@@ -45,7 +45,7 @@ def test_random_traffic(name, mode):
     assert engine.no_graphs_reason is None
     assert len(graphs.sizes) >= (3 if "preemption" in mode else 4)
     assert seen["padding"] > 30
-    assert seen["replays"] == graphs.num_replays + len(graphs.sizes)
+    assert seen["replays"] == graphs.num_replays + graphs.num_compared
     assert 0 < graphs.num_planned_ahead < graphs.num_replays
     assert aborted > 0
     if "preemption" in mode:

@@ -81,3 +81,16 @@ def graph_workspace_bytes(batch, num_qo_heads, num_kv_heads, head_dim, num_sms):
     tiles = -(-batch * group // tile) + batch - 1
     blocks = max(2 * num_sms // num_kv_heads, tiles)
     return num_qo_heads * blocks * tile * (head_dim + 1) * 4
+
+
+def graph_plan_bytes(batch, num_qo_heads, num_kv_heads, head_dim, num_sms, tensor_cores):
+    """What the plan of such a launch takes, array by array as `PrefillPlan` and `DecodePlan` allocate them."""
+    group = num_qo_heads // num_kv_heads
+    tile = 128 if group > 64 and head_dim < 256 else 64 if group > 16 else 16
+    if tensor_cores:
+        padded = max(2 * num_sms // num_kv_heads, -(-batch * group // tile) + batch - 1)
+        sizes = [4 * padded] * 3 + [4 * (batch + 1), 4, 4, 4 * (batch + 1), padded]
+    else:
+        padded = max(batch, 16 * num_sms // num_kv_heads)
+        sizes = [4 * padded, 4 * padded, 4 * (padded + 1), 4, padded]
+    return sum(-(-size // 16) * 16 for size in sizes)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from .graphs import is_recording, opaque
-from .maths import attend, graph_workspace_bytes, paged_positions, workspace_bytes
+from .maths import attend, graph_plan_bytes, graph_workspace_bytes, paged_positions, workspace_bytes
 from .timeline import demand, recorded, unwatched
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
@@ -25,6 +25,7 @@ class _Wrapper:
         demand(kv_layout == "NHD", f"the double knows NHD only, got {kv_layout!r}")
         demand(backend == "fa2", f"say fa2: {backend!r} may take fa3, or cuDNN in later versions")
         self.workspace_size = workspace.numel()
+        self.plan_size = 8 << 20
         self.use_cuda_graph = use_cuda_graph
         self.buffers = buffers  # indptr, indices, last_page_len
         if use_cuda_graph:
@@ -119,6 +120,14 @@ class _Wrapper:
             group = num_qo_heads // num_kv_heads
             demand(group in CUDA_CORE_GROUPS, f"no CUDA-core kernel for a group of {group}")
         if self.use_cuda_graph:
+            need = graph_plan_bytes(
+                batch, num_qo_heads, num_kv_heads, head_dim, double.num_sms, self.takes_tensor_cores
+            )
+            if need > self.plan_size:
+                raise RuntimeError(
+                    f"Buffer overflow when allocating memory for batch_prefill_request_indices with size {need}, but "
+                    f"only {self.plan_size} bytes available"
+                )
             for buffer, tensor in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
                 buffer[: len(tensor)].copy_(tensor)
             indices = self.buffers[1]
@@ -246,6 +255,13 @@ class DecodeWrapper(_Wrapper):
         self.takes_tensor_cores = use_tensor_cores
         buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         self._init(double, float_workspace_buffer, kv_layout, backend, use_cuda_graph, buffers)
+
+    @recorded("BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer")
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        for buffer in (float_workspace_buffer, int_workspace_buffer):
+            demand(buffer.dtype == torch.uint8 and buffer.dim() == 1, "a workspace is a row of bytes")
+        demand(self.planned is None, "what is planned lies in the buffer that is taken away")
+        self.workspace_size, self.plan_size = float_workspace_buffer.numel(), int_workspace_buffer.numel()
 
     @recorded("BatchDecodeWithPagedKVCacheWrapper.plan")
     def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs):

@@ -221,7 +221,7 @@ def compare(session: Session, title: str, model: Any, rows: int, rounds: int = 3
     session.attempt(f"{title}: graphs", lambda: record_graphs(session, title, engine, rows))
     session.note(
         title,
-        backend=engine._runner.backend.name,
+        backend=engine.backend_name,
         one_by_one=engine.fallback_reason,
         no_graphs=engine.no_graphs_reason,
     )
@@ -342,9 +342,7 @@ def record_graphs(session: Session, title: str, engine: Any, rows: int) -> None:
             engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
 
     seconds, _ = wall_time(session, record)
-    graphs = engine._runner.graphs
-    sizes = None if graphs is None else graphs.sizes
-    session.note(f"{title}: record graphs", s=seconds, sizes=sizes, reason=engine.no_graphs_reason)
+    session.note(f"{title}: record graphs", s=seconds, sizes=engine.graph_sizes, reason=engine.no_graphs_reason)
 
 
 # -- what a step takes beside its kernels ---------------------------------------------------------------------------

@@ -352,7 +352,7 @@ def test_against_cached_nodes(benchmark, crowd, nodes, what):
         benchmark.pedantic(tree.insert, setup=fresh, rounds=100, warmup_rounds=5)
         tree.pool.release(blocks)
     else:
-        time_evict(benchmark, tree)
+        time_evict(benchmark, tree, rounds=50 if nodes < 10_000 else 2000)
     note(benchmark, "nodes cached beside it", what, nodes)
 
 

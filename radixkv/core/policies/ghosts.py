@@ -61,14 +61,14 @@ class GhostTable:
         return found, cells, self._uses[at]
 
     def add(self, keys: BlockKeys, cells: Cells, uses: Uses) -> Cells:
-        """Put keys in; the cells of those that had to go for them. Cells are above 0."""
-        gone = []
+        """Put keys in, any number of them; the cells of those that had to go for them. Cells are above 0."""
+        gone = [self._cells[:0]]  # of a sample of few blocks there may be none
         at, num = 0, len(keys)
         while at < num:
             stop = min(num, at + self._room - self._next)
             gone += self._put(keys[at:stop], cells[at:stop], uses[at:stop])
             at = stop
-        return gone[0] if len(gone) == 1 else np.concatenate(gone)
+        return gone[-1] if len(gone) <= 2 else np.concatenate(gone)
 
     def _put(self, keys: BlockKeys, cells: Cells, uses: Uses) -> list[Cells]:
         """As `add`, for as many as fit in before the end of the arrays."""

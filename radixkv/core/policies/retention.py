@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from radixkv.core.node import Node
 
 ORDINARY = 0
+SPARE = 1024  # old entries that are left in the heap in any case
 
 
 class RetentionPolicy(RankedPolicy):
@@ -48,7 +49,7 @@ class RetentionPolicy(RankedPolicy):
 
     Args:
         num_blocks: Blocks of the pool.
-        clock: Seconds, never running backwards.
+        clock: Seconds. Where it goes back, time stands still until it has caught up.
     """
 
     name = "priority"
@@ -60,9 +61,10 @@ class RetentionPolicy(RankedPolicy):
         self._time = clock()  # of the last eviction: all blocks are seen at one moment
         self._expires: npt.NDArray[np.float64] = np.full(num_blocks, math.inf)
         self._is_own: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)  # of one request alone so far
-        # Filed leaves by when their last block expires: time, number, leaf, its entry then.
-        self._expiring: list[tuple[float, int, Node, Any]] = []
-        self._num_pushed = 0
+        # Filed leaves whose last block will expire, by serial number, and a heap of when. What has gone stays in the
+        # heap for a while, as two numbers: leaves that are no more, with all their tokens, are not kept alive by it.
+        self._mortal: dict[int, tuple[float, Node]] = {}
+        self._expiring: list[tuple[float, int]] = []
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -91,7 +93,7 @@ class RetentionPolicy(RankedPolicy):
         fill(self.priority, index, now)
 
     def retain(self, index: Index, retention: Retention) -> None:
-        priority, now = retention.priority, self._clock()
+        priority, now = retention.priority, max(self._time, self._clock())
         end = math.inf if retention.ttl is None else now + retention.ttl
         ranks, expires = get(self.rank, index), get(self._expires, index)
         live = np.where(expires > now, ranks, ORDINARY)
@@ -101,22 +103,28 @@ class RetentionPolicy(RankedPolicy):
         put(self._expires, index, np.where(takes, end, expires))
 
     def begin(self) -> None:
-        self._time = now = self._clock()
-        expiring = self._expiring
+        self._time = now = max(self._time, self._clock())
+        expiring, mortal = self._expiring, self._mortal
         while expiring and expiring[0][0] <= now:
-            _, _, leaf, entry = heappop(expiring)
-            if leaf.entry is entry:
-                self.refile(leaf, entry[3])
+            end, serial = heappop(expiring)
+            known = mortal.get(serial)
+            if known is not None and known[0] == end:
+                leaf = known[1]
+                self.refile(leaf, leaf.entry[3])
 
     def file(self, leaf: Node, block: int) -> None:
         super().file(leaf, block)
         end = self._expires.item(block)
         if self._time < end < math.inf:
-            self._num_pushed += 1
-            heappush(self._expiring, (end, self._num_pushed, leaf, leaf.entry))
-            if len(self._expiring) > 2 * self.num_filed() + 1024:  # mostly filed anew since
-                self._expiring = [e for e in self._expiring if e[2].entry is e[3]]
+            self._mortal[leaf.serial] = end, leaf
+            heappush(self._expiring, (end, leaf.serial))
+            if len(self._expiring) > 2 * len(self._mortal) + SPARE:  # mostly filed anew since
+                self._expiring = [(end, serial) for serial, (end, _) in self._mortal.items()]
                 heapify(self._expiring)
+
+    def unfile(self, leaf: Node) -> None:
+        self._mortal.pop(leaf.serial, None)
+        super().unfile(leaf)
 
     def refile(self, leaf: Node, block: int) -> None:
         self.unfile(leaf)  # also if its value is the same: it may last longer now

@@ -1,9 +1,13 @@
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
 
 from radixkv import BlockPool, RadixTree, Retention
+from radixkv.core.node import Node
+from radixkv.core.policies import RetentionPolicy
 from radixkv.errors import InvalidRequestError
 
 
@@ -35,3 +39,50 @@ def test_what_is_accepted_is_kept_as_plain_numbers_and_works(priority, ttl):
     pool.release(tree.insert([5, 6], tree.allocate(1)).blocks)
     tree.evict(1)
     assert tree.match_length([5, 6]) == (2 if priority < 0 else 0)
+
+
+def store(tree, tokens, retention=None):
+    tree.pool.release(tree.insert(tokens, tree.allocate(len(tokens)), retention=retention).blocks)
+
+
+def test_a_clock_that_goes_back_takes_nothing_back():
+    time = [100.0]
+    tree = RadixTree(BlockPool(3), 1, RetentionPolicy(3, clock=lambda: time[0]))
+    store(tree, [1], Retention(5, ttl=10))
+    store(tree, [2])
+    store(tree, [3], Retention(7, ttl=50))
+    time[0] = 120.0
+    tree.evict(0)
+    time[0] = 50.0
+    tree.evict(0)
+    tree.check()
+    tree.match([2], retention=Retention(1, ttl=10)).release()  # until 130
+    tree.evict(1)
+    tree.check()
+    assert [tree.match_length([n]) for n in (1, 2, 3)] == [0, 1, 1]
+    store(tree, [4])
+    time[0] = 131.0
+    tree.evict(1)
+    assert [tree.match_length([n]) for n in (2, 3, 4)] == [0, 1, 1]
+
+
+def test_leaves_that_are_gone_are_not_kept_until_they_expire(monkeypatch):
+    """They have all their tokens with them."""
+    living = weakref.WeakSet()
+
+    class Traced(Node):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            living.add(self)
+
+    monkeypatch.setattr("radixkv.core.linked_nodes.Node", Traced)
+    tree = RadixTree(BlockPool(8), 1, "priority")
+    for number in range(0, 4000, 4):
+        request = list(range(number, number + 4))
+        tree.match(request, retention=Retention(1, ttl=3600)).release()
+        store(tree, request, Retention(1, ttl=3600))
+    gc.collect()
+    assert 0 < len(living) < 40
+    tree.check()

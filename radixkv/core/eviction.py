@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from radixkv.core.block_states import BlockIds, Index, fill
 from radixkv.core.errors import CacheCorruptionError, InvalidRequestError
-from radixkv.core.tokens import TokenArray
+from radixkv.core.tokens import TokenArray, shown
 
 if TYPE_CHECKING:
     from radixkv.core.node import Node
@@ -37,7 +37,7 @@ def require_ttl(ttl: object, of: str) -> None:
     except OverflowError:
         good = False
     if not good:
-        raise InvalidRequestError(f"the ttl of {of} is seconds above 0, or None, got {ttl!r}")
+        raise InvalidRequestError(f"the ttl of {of} is seconds above 0, or None, got {shown(ttl)}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Retention:
             or abs(int(priority)) >= 2**63
         ):
             raise InvalidRequestError(
-                f"the priority of a retention is an integer of 64 bits, got {priority!r}"
+                f"the priority of a retention is an integer of 64 bits, got {shown(priority)}"
             )
         require_ttl(self.ttl, "a retention")
         # Plain numbers: arithmetic with clocks must not take on the width of a float32.
@@ -356,12 +356,15 @@ _POLICIES: dict[str, type[EvictionPolicy]] = {}
 def register_policy(policy: type[EvictionPolicy]) -> type[EvictionPolicy]:
     """Make a policy known by its `name`; also a class decorator.
 
+    A class of the same module and qualified name as the one that is known takes its place: it was defined anew.
+
     Raises:
         InvalidRequestError: Another class has that name.
     """
-    known = _POLICIES.setdefault(policy.name, policy)
-    if known is not policy:
+    known = _POLICIES.get(policy.name, policy)
+    if (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
         raise InvalidRequestError(f"{known.__qualname__} is already the eviction policy {policy.name!r}")
+    _POLICIES[policy.name] = policy
     return policy
 
 
@@ -379,19 +382,25 @@ def policy_names() -> list[str]:
     return sorted(_POLICIES)
 
 
-def make_policy(policy: str | EvictionPolicy, num_blocks: int) -> EvictionPolicy:
-    """The policy of that name for a pool of so many blocks; or the object itself, if it is one.
+def make_policy(policy: str | type[EvictionPolicy] | EvictionPolicy, num_blocks: int) -> EvictionPolicy:
+    """The policy of that name, or of that class, for a pool of so many blocks; or the object itself, if it is one.
 
     Raises:
         InvalidRequestError: There is none of that name, and the message names those that exist; or the
-            object was made for a pool of another size.
+            object was made for a pool of another size; or it is nothing of these.
     """
+    if isinstance(policy, type) and issubclass(policy, EvictionPolicy):
+        policy = policy(num_blocks)
     if isinstance(policy, EvictionPolicy):
         if policy.num_blocks != num_blocks:
             raise InvalidRequestError(
                 f"this {policy.name} policy was made for {policy.num_blocks} blocks, the pool has {num_blocks}"
             )
         return policy
+    if not isinstance(policy, str):
+        raise InvalidRequestError(
+            f"an eviction policy is a name, a class derived from EvictionPolicy or an object, got {policy!r}"
+        )
     if policy not in _POLICIES:
         _load_all()
     if policy not in _POLICIES:

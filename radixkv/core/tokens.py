@@ -16,6 +16,17 @@ from radixkv.core.errors import InvalidRequestError
 #: Most tokens in a block. Tables of one number for each row of a block are kept, so that there has to be an end.
 MAX_BLOCK_SIZE = 2**20
 
+MOST_SHOWN = 40  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """What a message says of a value: its repr, cut where it is long. Python writes no integer of any length."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number too long to be written"
+    return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
+
 
 def require_block_size(block_size: Any) -> int:
     """A number of tokens in a block, checked.
@@ -24,10 +35,11 @@ def require_block_size(block_size: Any) -> int:
         InvalidRequestError: It is no integer from 1 to `MAX_BLOCK_SIZE`.
     """
     if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)) or block_size < 1:
-        raise InvalidRequestError(f"block_size must be an integer of at least 1, got {block_size!r}")
+        raise InvalidRequestError(f"block_size must be an integer of at least 1, got {shown(block_size)}")
     if block_size > MAX_BLOCK_SIZE:
-        got = f", got {block_size:,}" if block_size < 2**64 else ""  # Python writes no number of any length
-        raise InvalidRequestError(f"block_size must be at most {MAX_BLOCK_SIZE:,} tokens{got}")
+        raise InvalidRequestError(
+            f"block_size must be at most {MAX_BLOCK_SIZE:,} tokens, got {shown(block_size)}"
+        )
     return int(block_size)
 
 

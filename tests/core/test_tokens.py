@@ -105,8 +105,13 @@ def test_torch_tensors_without_importing_torch_ourselves():
             as_tokens(wrong)
 
 
+# Python does not even write them.
+HUGE = pytest.param(10**5000, id="10**5000")
+MINUS_HUGE = pytest.param(-(10**5000), id="-10**5000")
+
+
 @pytest.mark.parametrize(
-    "size", [2**20 + 1, 10**7, 10**9, 10**11, 2**63 - 1, 2**63, 10**20, 10**400, np.int64(2**40)]
+    "size", [2**20 + 1, 10**7, 10**9, 10**11, 2**63 - 1, 2**63, 10**20, 10**400, HUGE, np.int64(2**40)]
 )
 def test_blocks_have_an_end(size):
     for make in (lambda: require_block_size(size), lambda: RadixTree(BlockPool(4), block_size=size)):
@@ -115,7 +120,7 @@ def test_blocks_have_an_end(size):
         assert len(str(caught.value)) < 100
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 2.0, "16", None])
+@pytest.mark.parametrize("size", [0, -1, MINUS_HUGE, True, 2.0, "16", None])
 def test_what_is_no_block_size(size):
     with pytest.raises(InvalidRequestError, match="must be an integer of at least 1"):
         require_block_size(size)

@@ -13,6 +13,7 @@ from radixkv.core import (
     InvalidRequestError,
     RadixTree,
     Retention,
+    eviction,
     policy_names,
     register_policy,
 )
@@ -104,10 +105,38 @@ def test_a_policy_serves_one_tree_of_its_size():
         RadixTree(BlockPool(8), 4, policy)
 
 
+def test_a_class_is_made_for_the_pool():
+    tree = RadixTree(BlockPool(5), 4, SLRUPolicy)
+    assert type(tree._policy) is SLRUPolicy
+    assert tree._policy.num_blocks == 5
+    assert type(RadixTree(BlockPool(5), 4, SLRUPolicy)._policy) is SLRUPolicy
+
+
+@pytest.mark.parametrize("policy", [["lru"], {}, None, 3, int, BlockPool, b"lru"])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(InvalidRequestError, match="an eviction policy is a name"):
+        RadixTree(BlockPool(4), 4, policy)
+
+
 def test_a_name_is_given_once():
     with pytest.raises(InvalidRequestError, match="already the eviction policy 'lru'"):
         register_policy(type("Other", (LRUPolicy,), {}))
     assert register_policy(LRUPolicy) is LRUPolicy
+
+
+def test_a_class_that_is_defined_anew_takes_its_own_place(monkeypatch):
+    monkeypatch.setattr("radixkv.core.eviction._POLICIES", dict(eviction._POLICIES))
+
+    def cell():
+        @register_policy
+        class Mine(LRUPolicy):
+            name = "test-mine"
+
+        return Mine
+
+    first, second = cell(), cell()
+    assert first is not second
+    assert type(make_policy("test-mine", 3)) is second
 
 
 @pytest.mark.parametrize(

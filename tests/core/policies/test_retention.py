@@ -10,16 +10,21 @@ from radixkv.core.node import Node
 from radixkv.core.policies import RetentionPolicy
 from radixkv.errors import InvalidRequestError
 
+# Python does not even write them.
+HUGE = pytest.param(10**5000, id="10**5000")
+MINUS_HUGE = pytest.param(-(10**5000), id="-10**5000")
+
 
 @pytest.mark.parametrize(
-    "priority", [2**63, -(2**63), 2**64, True, 1.0, "1", None, np.float64(1), np.bool_(1)]
+    "priority",
+    [2**63, -(2**63), 2**64, HUGE, MINUS_HUGE, True, 1.0, "1", None, np.float64(1), np.bool_(1)],
 )
 def test_a_priority_is_an_integer_that_fits(priority):
     with pytest.raises(InvalidRequestError, match="64 bits"):
         Retention(priority)
 
 
-@pytest.mark.parametrize("ttl", [0, -1, math.nan, "5", [1], True, 10**400, np.float32(0)])
+@pytest.mark.parametrize("ttl", [0, -1, math.nan, "5", [1], True, 10**400, HUGE, np.float32(0)])
 def test_a_time_to_live_is_seconds(ttl):
     with pytest.raises(InvalidRequestError, match="ttl"):
         Retention(0, ttl)

@@ -64,8 +64,8 @@ class PrefixCache:
         num_tokens: in tokens, or
         memory: `"2GiB"`, bytes, or a fraction (float) of the device's free memory. With none of the three,
             a fifth of free host memory or half of free GPU memory.
-        policy: Who is evicted first: the name of a policy (`radixkv.core.policy_names()`), or one made for a pool of
-            `num_blocks`.
+        policy: Who is evicted first: the name of a policy (`radixkv.core.policy_names()`), its class, or one made
+            for a pool of `num_blocks`.
 
     Raises:
         InvalidRequestError: An option makes no sense or the memory cannot be had; the message says which.
@@ -82,7 +82,7 @@ class PrefixCache:
         num_blocks: int | None = None,
         num_tokens: int | None = None,
         memory: str | int | float | None = None,
-        policy: str | EvictionPolicy = "lru",
+        policy: str | type[EvictionPolicy] | EvictionPolicy = "lru",
     ) -> None:
         size = pick_num_blocks(
             layout, block_size, num_blocks=num_blocks, num_tokens=num_tokens, memory=memory
@@ -113,7 +113,7 @@ class PrefixCache:
         num_blocks: int | None = None,
         num_tokens: int | None = None,
         memory: str | int | float | None = None,
-        policy: str | EvictionPolicy = "lru",
+        policy: str | type[EvictionPolicy] | EvictionPolicy = "lru",
         decode: str = "auto",
     ) -> PrefixCache:
         """A cache with the KV shapes, dtype and device of a transformers causal LM.

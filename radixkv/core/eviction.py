@@ -167,11 +167,29 @@ class EvictionPolicy(ABC):
         Called only if `retains`.
         """
 
+    def on_share(self, index: Index) -> None:
+        """These blocks are used by another request than the one that inserted them, without an `on_request` for it.
+
+        It came back to them after a pause, or inserted duplicates of them.
+        """
+
+    def on_replace(self, old: int, new: int) -> None:
+        """A cached block that was partly filled goes, as a fuller one with the same first tokens took its place.
+
+        Called behind `on_insert`, and `retain`, for the new one, which should take over what is known of the old
+        one. By default the old one is dropped.
+
+        Args:
+            old: The block that goes.
+            new: The block that is cached in its place.
+        """
+        self.on_drop(np.array([old], np.int32))
+
     def on_evict(self, ids: BlockIds) -> None:
         """These blocks, the last ones of one leaf, are being evicted. Called while the leaf is still filed."""
 
     def on_drop(self, ids: BlockIds) -> None:
-        """These blocks go, but not to make room: they were cleared, or replaced by fuller ones."""
+        """These blocks go, but not to make room: they were cleared, or replaced and nothing was taken over."""
 
     # -- the order of the leaves -----------------------------------------------------------------------------
 

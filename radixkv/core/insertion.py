@@ -84,6 +84,7 @@ def insert_path(
     now = tree._now
     if replaced is not None:
         pool.hold(pool.index(replacing))
+        policy.on_share(pool.index(replacing))
         pool.release(replaced)
     if num_fresh:
         if num_new:
@@ -209,7 +210,7 @@ def _grow(
     if len(leaf.edge) % tree._block_bytes:
         del leaf.blocks[-ID_BYTES:]
     if replaced_tail >= 0:
-        tree._policy.on_drop(np.array([replaced_tail], np.int32))
+        tree._policy.on_replace(replaced_tail, fresh.item(0))
         tree._pool.uncache(replaced_tail)
         for listener in tree._listeners:
             listener.on_removed(np.array([replaced_tail], np.int32))

@@ -100,13 +100,18 @@ class RadixTree(LinkedNodes):
     Args:
         pool: The pool of the blocks; a pool takes one tree.
         block_size: Tokens in a block, 1,048,576 at most.
-        policy: Who is evicted first: the name of a policy (`policy_names()`), or one made for this pool.
+        policy: Who is evicted first: the name of a policy (`policy_names()`), its class, or one made for this pool.
 
     Raises:
         InvalidRequestError: The block size or the policy makes no sense, or the pool has a tree already.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int = 16, policy: str | EvictionPolicy = "lru") -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int = 16,
+        policy: str | type[EvictionPolicy] | EvictionPolicy = "lru",
+    ) -> None:
         super().__init__(require_block_size(block_size), make_policy(policy, pool.num_blocks))
         self._policy.bind(self._block_size)
         pool.attach_tree(self, self._block_size)
@@ -287,6 +292,7 @@ class RadixTree(LinkedNodes):
         self._now = now = self._now + 1
         if again:
             policy.on_use(index, now)
+            policy.on_share(index)
         else:
             root = self._roots.get(namespace)
             seed = hashing.namespace_seed(namespace) if root is None else root.seed

@@ -83,6 +83,10 @@ class CostAwarePolicy(RankedPolicy):
         self.rank[block] = self.inflation + self._uses.item(block) * cost
         self.priority[block] = now
 
+    def on_replace(self, old: int, new: int) -> None:
+        self._uses[new] = uses = self._uses.item(old)
+        self.rank[new] = self.inflation + uses * self._cost.item(new)
+
     def on_evict(self, ids: BlockIds) -> None:
         self.inflation = max(self.inflation, float(self.rank[ids].max()))
 

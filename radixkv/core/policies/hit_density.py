@@ -19,6 +19,7 @@ from radixkv.core.policies.reuse_rates import (
     CLASS_MASK,
     CLASS_OF_LAST,
     CLASS_OF_USES,
+    CLASSES_OF_USES,
     HORIZON,
     NEW_BUCKETS,
     NEXT_USES,
@@ -215,6 +216,18 @@ class HitDensityPolicy(EvictionPolicy):
     def on_drop(self, ids: BlockIds) -> None:
         self._rates.give_up(self._cells[ids[self._counted[ids]]])
         self._cells[ids] = 0
+
+    def on_replace(self, old: int, new: int) -> None:
+        uses = self._uses.item(old)
+        if uses > self._uses.item(new):
+            cell = self._cells[new : new + 1]
+            classes = (cell & CLASS_MASK) % CLASSES_OF_USES + CLASS_OF_USES[uses]
+            if self._counted[new]:
+                self._rates.give_up(cell)
+                self._rates.enter(classes)
+            self._cells[new] = self._rates.now(classes)[0]
+            self._uses[new] = uses
+        self.on_drop(np.array([old], np.int32))
 
     # -- the order of the leaves -----------------------------------------------------------------------------
 

@@ -38,6 +38,9 @@ class LFUPolicy(RankedPolicy):
         fill(self.rank, index, 1)
         fill(self.priority, index, now)
 
+    def on_replace(self, old: int, new: int) -> None:
+        self.rank[new] = self.rank[old]
+
 
 class AgedLFUPolicy(RankedPolicy):
     """Least frequently used with dynamic ageing (LFU-DA): a use counts for less the longer ago it was.
@@ -77,6 +80,10 @@ class AgedLFUPolicy(RankedPolicy):
         fill(self._uses, index, 1)
         fill(self.rank, index, self.age + 1)
         fill(self.priority, index, now)
+
+    def on_replace(self, old: int, new: int) -> None:
+        self._uses[new] = self._uses[old]
+        self.rank[new] = max(self.rank[old], self.rank[new])
 
     def on_evict(self, ids: BlockIds) -> None:
         self.age = max(self.age, int(self.rank[ids].max()))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from radixkv.core.node import Node
 
 ORDINARY = 0
+NOTHING_SAID = -math.inf  # time at which blocks expire that nobody has said anything about
 SPARE = 1024  # old entries that are left in the heap in any case
 
 
@@ -59,7 +60,7 @@ class RetentionPolicy(RankedPolicy):
         super().__init__(num_blocks)
         self._clock = clock
         self._time = clock()  # of the last eviction: all blocks are seen at one moment
-        self._expires: npt.NDArray[np.float64] = np.full(num_blocks, math.inf)
+        self._expires: npt.NDArray[np.float64] = np.full(num_blocks, NOTHING_SAID)
         self._is_own: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)  # of one request alone so far
         # Filed leaves whose last block will expire, by serial number, and a heap of when. What has gone stays in the
         # heap for a while, as two numbers: leaves that are no more, with all their tokens, are not kept alive by it.
@@ -88,9 +89,24 @@ class RetentionPolicy(RankedPolicy):
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
         fill(self.rank, index, ORDINARY)
-        fill(self._expires, index, math.inf)
+        fill(self._expires, index, NOTHING_SAID)
         fill(self._is_own, index, True)
         fill(self.priority, index, now)
+
+    def on_share(self, index: Index) -> None:
+        fill(self._is_own, index, False)
+
+    def on_replace(self, old: int, new: int) -> None:
+        # As if the new one were the old one, and had been asked for.
+        now = max(self._time, self._clock())
+        ends = self._expires.item(old), self._expires.item(new)
+        ranks = [
+            self.rank.item(block) if end > now else ORDINARY
+            for block, end in zip((old, new), ends, strict=True)
+        ]
+        if ends[1] == NOTHING_SAID or (ranks[0], ends[0]) > (ranks[1], ends[1]):
+            self.rank[new], self._expires[new] = self.rank[old], ends[0]
+        self._is_own[new] = False
 
     def retain(self, index: Index, retention: Retention) -> None:
         priority, now = retention.priority, max(self._time, self._clock())

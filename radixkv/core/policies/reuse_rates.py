@@ -16,7 +16,8 @@ MOST_USES = 9  # more are not told apart
 
 _BUCKET = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3, 4], np.int64)  # by uses
 NEXT_USES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], np.uint8)  # by uses
-CLASS_OF_USES = _BUCKET * (LAST_BUCKETS * NEW_BUCKETS)
+CLASSES_OF_USES = LAST_BUCKETS * NEW_BUCKETS  # with as many uses
+CLASS_OF_USES = _BUCKET * CLASSES_OF_USES
 CLASS_OF_LAST = NEW_BUCKETS
 
 # A block's cell is its class and the time of its last use: time * 64 + class.

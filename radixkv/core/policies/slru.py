@@ -83,6 +83,11 @@ class SLRUPolicy(RankedPolicy):
 
     on_drop = on_evict
 
+    def on_replace(self, old: int, new: int) -> None:
+        self.on_drop(np.array([old], np.int32))
+        self._hits[new] = hits = self._hits[old]
+        self._protect([(new, new + 1)], np.array([hits]), self.priority.item(new))
+
     def file(self, leaf: Node, block: int) -> None:
         super().file(leaf, block)
         self._leaves[block] = leaf

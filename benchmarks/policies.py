@@ -131,6 +131,11 @@ def to_json(report: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def rounded(value: float | None, form: str) -> str:
+    """A figure, or "-" where there is none, as between LRU and the best if both are equal."""
+    return "-" if value is None else format(value, form)
+
+
 def show(title: str, head: list[str], rows: list[list[str]]) -> None:
     """A Markdown table."""
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
@@ -164,6 +169,13 @@ def main() -> int:
         "made_up": made_up(policies, args.requests, range(1, args.seeds + 1), args.jobs),
     }
 
+    if args.json:
+        args.json.write_text(to_json(report))
+    print_tables(report, policies, args.seeds)
+    return 0
+
+
+def print_tables(report: dict[str, Any], policies: list[str], seeds: int) -> None:
     table = {(r["policy"], r["capacity_blocks"]): r for r in report["conversation"]}
     names = [*policies, OPTIMAL_PIN, OPTIMAL]
     heads = ["policy", *(f"{c:,}" for c in CAPACITIES)]
@@ -175,21 +187,24 @@ def main() -> int:
     show(
         "Share of the gap from LRU to optimal-pin",
         heads,
-        [[name, *(f"{table[name, c]['share_of_gap']:.2f}" for c in CAPACITIES)] for name in policies[1:]],
+        [
+            [name, *(rounded(table[name, c]["share_of_gap"], ".2f") for c in CAPACITIES)]
+            for name in policies[1:]
+        ],
     )
     gains: dict[tuple[str, str], list[float]] = {}
     for row in report["made_up"]:
         if row["gain_over_lru"] is not None:
             gains.setdefault((row["policy"], row["kind"]), []).append(row["gain_over_lru"])
     show(
-        f"Hit tokens gained over LRU, worst and mean of {args.seeds} seeds at {len(SHARES)} capacities",
+        f"Hit tokens gained over LRU, worst and mean of {seeds} seeds at {len(SHARES)} capacities",
         ["traffic", *policies[1:]],
         [
             [
                 kind,
                 *(
-                    f"{min(g):+.1%}, {statistics.mean(g):+.1%}"
-                    for g in (gains[p, kind] for p in policies[1:])
+                    f"{min(g):+.1%}, {statistics.mean(g):+.1%}" if g else "-"
+                    for g in (gains.get((p, kind)) for p in policies[1:])
                 ),
             ]
             for kind in KINDS
@@ -209,9 +224,6 @@ def main() -> int:
             for r in report["cpu"]
         ],
     )
-    if args.json:
-        args.json.write_text(to_json(report))
-    return 0
 
 
 if __name__ == "__main__":

@@ -342,7 +342,9 @@ def record_graphs(session: Session, title: str, engine: Any, rows: int) -> None:
             engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
 
     seconds, _ = wall_time(session, record)
-    session.note(f"{title}: record graphs", s=seconds, sizes=engine.graph_sizes, reason=engine.no_graphs_reason)
+    session.note(
+        f"{title}: record graphs", s=seconds, sizes=engine.graph_sizes, reason=engine.no_graphs_reason
+    )
 
 
 # -- what a step takes beside its kernels ---------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def insert_path(
     # Blocks of the caller that the tree has already.
     result = given
     replaced: BlockIds | None = None
+    diverges = False
     last = -1
     if num_have:
         if have == given[:num_have].tobytes():
@@ -54,6 +55,7 @@ def insert_path(
             last = kept.item(-1)
             differ = np.flatnonzero(kept != given[:num_have])
             replaced, replacing = given[differ], kept[differ]
+            diverges = bool((pool._state[replaced] > REFERENCE).any())  # a fork goes on with the duplicate
             result = np.concatenate((kept, given[num_have:]))
 
     # Blocks that are new to the tree. `same` is the tail it has already, which grows within its block.
@@ -67,7 +69,7 @@ def insert_path(
             require_non_negative(array[known // TOKEN_BYTES :])
         if same < num_fresh:
             index, state = pool.look_up_private(unknown)
-            num_sound = _num_sound(tree, unknown, state, replaced is not None)
+            num_sound = _num_sound(tree, unknown, state, have, diverges)
             if num_sound < len(unknown):
                 unknown = unknown[:num_sound]
                 index, state = pool.look_up_private(unknown)
@@ -86,6 +88,8 @@ def insert_path(
         pool.hold(pool.index(replacing))
         policy.on_share(pool.index(replacing))
         pool.release(replaced)
+        if diverges:
+            tree._note_duplicates(replacing, replaced)
     if num_fresh:
         if num_new:
             pool.cache(unknown, index, state, -(stop // TOKEN_BYTES) % tree._block_size)
@@ -134,25 +138,23 @@ def insert_path(
     return InsertResult(result, num_new, num_replaced, (stop - known) // TOKEN_BYTES if num_fresh else 0)
 
 
-def _num_sound(tree: RadixTree, unknown: BlockIds, state: States, replaces: bool) -> int:
+def _num_sound(tree: RadixTree, unknown: BlockIds, state: States, have: bytearray, diverges: bool) -> int:
     """How many of the blocks that are new to the tree it may take over.
 
-    A fork that shares a block behind one that is being replaced does not hold the replacement, now or in later
-    inserts: such a block is estranged, until nobody but the caller holds it.
+    A fork that still holds a duplicate in place of a block of the path does not hold the path: blocks behind it that
+    this fork may share stay out of the tree, so that references never rise along a path.
     """
-    estranged = tree._estranged
-    if isinstance(state, int):  # the caller alone holds them
-        if estranged:
-            estranged.difference_update(unknown.tolist())
+    if isinstance(state, int) or not (
+        diverges or tree._diverged
+    ):  # the caller alone holds them, or all hold all
         return len(unknown)
     shared = state > REFERENCE
-    if estranged:
-        estranged.difference_update(unknown[~shared].tolist())
-    if replaces:
-        estranged.update(unknown[shared].tolist())
-    else:
-        shared &= [block in estranged for block in unknown.tolist()]
-    return int(shared.argmax()) if shared.any() else len(unknown)
+    if not shared.any():
+        return len(unknown)
+    if not diverges:
+        tree._forget_ended_duplicates()
+        diverges = not tree._diverged.keys().isdisjoint(np.frombuffer(have, np.int32).tolist())
+    return int(shared.argmax()) if diverges else len(unknown)
 
 
 def _place(tree: RadixTree, root: Root, data: memoryview) -> _Place:
@@ -211,6 +213,7 @@ def _grow(
         del leaf.blocks[-ID_BYTES:]
     if replaced_tail >= 0:
         tree._policy.on_replace(replaced_tail, fresh.item(0))
+        tree._diverged.pop(replaced_tail, None)
         tree._pool.uncache(replaced_tail)
         for listener in tree._listeners:
             listener.on_removed(np.array([replaced_tail], np.int32))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from radixkv.core import hashing
 from radixkv.core.block_pool import BlockPool, as_block_ids
 from radixkv.core.block_states import (
+    FREE,
     ID_BYTES,
     IDLE,
     MOST_RUNS,
@@ -113,11 +114,12 @@ class RadixTree(LinkedNodes):
         policy: str | type[EvictionPolicy] | EvictionPolicy = "lru",
     ) -> None:
         super().__init__(require_block_size(block_size), make_policy(policy, pool.num_blocks))
-        self._policy.bind(self._block_size)
         pool.attach_tree(self, self._block_size)
+        self._policy.bind(self._block_size)
         self._pool = pool
         self._parked: dict[int, Node] = {}  # by last block
-        self._estranged: set[int] = set()  # uncached blocks whose holders do not all hold their path
+        # Cached blocks that forks have duplicates of, and those duplicates; some may have been given back since.
+        self._diverged: dict[int, set[int]] = {}
         self._now = 0
         self._matched: tuple[bytes, Index] = (
             b"",
@@ -262,13 +264,17 @@ class RadixTree(LinkedNodes):
                 pool.hold_path(held, index)
                 if isinstance(index, list):
                     self._matched = bytes(ids), index
-            self._count_use(canonical, array, held, index, nodes, again, retention)
-            num_whole = len(held) - (rows > 0)
-            self._tip = held.item(num_whole - 1) if num_whole else -1
             note = None
-            for listener in self._listeners:
-                said = listener.on_matched(canonical, array, num_tokens, limit, again)
-                note = said if note is None else note
+            try:
+                self._count_use(canonical, array, held, index, nodes, again, retention)
+                num_whole = len(held) - (rows > 0)
+                self._tip = held.item(num_whole - 1) if num_whole else -1
+                for listener in self._listeners:
+                    said = listener.on_matched(canonical, array, num_tokens, limit, again)
+                    note = said if note is None else note
+            except BaseException:  # of a policy or listener, or Ctrl-C
+                pool.release(held)
+                raise
             if self._checks:
                 self.check()
             return Match(self, num_tokens, held, Tail(held.item(-1), rows) if rows else None, note)
@@ -388,12 +394,13 @@ class RadixTree(LinkedNodes):
         cached one. The other way round, a fuller last block replaces a cached tail with the same leading tokens:
         the tree lets go of the tail. Counts as a use of the whole path.
 
-        One exception keeps references from rising along a path: if some block was replaced, now or before, then
-        from the first new block on that others (a fork) hold too, nothing is cached; they do not hold the
-        replacement.
+        One exception keeps references from rising along a path: as long as a fork goes on with a duplicate of a
+        block of this path, from the first new block on that others hold too, nothing is cached; the fork might
+        share it without holding the path.
 
         Args:
-            tokens: The tokens from position 0 on whose KV is written.
+            tokens: The tokens from position 0 on whose KV is written. An array that was matched must not have been
+                changed since.
             blocks: Their `ceil(len(tokens) / block_size)` blocks, each held by the caller.
             namespace: What must be equal beside the tokens.
             retention: How long to keep the blocks of the path; for trees whose policy takes requests' word for it.
@@ -441,10 +448,22 @@ class RadixTree(LinkedNodes):
 
     def _evict(self, num_blocks: int) -> list[tuple[BlockIds, Index]]:
         """Cut off what `evict` is to free. The pool still takes it for cached, which the caller must change."""
-        policy, pool = self._policy, self._pool
-        self._refile_woken()
         gone: list[tuple[BlockIds, Index]] = []
-        policy.begin()
+        self._refile_woken()
+        try:
+            self._policy.begin()
+            self._evict_into(gone, num_blocks)
+            self._policy.end()
+        except (
+            BaseException
+        ):  # of a policy or listener, or Ctrl-C: what is out of the tree must get to the pool
+            for ids, index in gone:
+                self._pool.drop_idle(ids, index)
+            raise
+        return gone
+
+    def _evict_into(self, gone: list[tuple[BlockIds, Index]], num_blocks: int) -> None:
+        policy, pool = self._policy, self._pool
         while num_blocks:
             leaf = policy.first()
             if leaf is None:
@@ -467,12 +486,10 @@ class RadixTree(LinkedNodes):
             gap = -len(leaf.edge) % self._block_bytes
             self._num_evicted_tokens += num * self._block_size - gap // TOKEN_BYTES
             policy.on_evict(ids)
-            self._cut(leaf, ids)
             gone.append((ids, index))
             num_blocks -= num
             self._num_evicted += num
-        policy.end()
-        return gone
+            self._cut(leaf, ids)
 
     def _cut(self, leaf: Node, ids: BlockIds) -> None:
         """Take its last blocks off a filed leaf: out of the tree and its order, and tell the listeners."""
@@ -486,8 +503,29 @@ class RadixTree(LinkedNodes):
             leaf.runs = leading(leaf.runs, keep // ID_BYTES)
             if self._policy.eager:
                 self._policy.refile(leaf, last_block(leaf))
+        if self._diverged:
+            self._forget_replacements(ids)
         for listener in self._listeners:
             listener.on_removed(ids)
+
+    def _note_duplicates(self, replacing: BlockIds, replaced: BlockIds) -> None:
+        """Blocks of a path, and the duplicates that the caller held in their place until now."""
+        for block, duplicate in zip(replacing.tolist(), replaced.tolist(), strict=True):
+            if self._pool._state.item(duplicate) != FREE:
+                self._diverged.setdefault(block, set()).add(duplicate)
+
+    def _forget_ended_duplicates(self) -> None:
+        """Those that nobody holds any more. One that was handed out anew since is taken for held: that costs a hit."""
+        state = self._pool._state
+        for block, duplicates in list(self._diverged.items()):
+            duplicates -= {duplicate for duplicate in duplicates if state.item(duplicate) == FREE}
+            if not duplicates:
+                del self._diverged[block]
+
+    def _forget_replacements(self, ids: BlockIds) -> None:
+        """These are no longer cached."""
+        for block in ids.tolist():
+            self._diverged.pop(block, None)
 
     def allocate(self, n: int) -> BlockIds:
         """`pool.allocate(n)`, after evicting what is missing.
@@ -503,6 +541,10 @@ class RadixTree(LinkedNodes):
             if missing > pool.num_idle:
                 raise OutOfBlocksError(n, pool.num_free, pool.num_idle)
             taken = self._evict(missing)
+            if sum(len(ids) for ids, _ in taken) < missing:  # never a table that is too short
+                for ids, index in taken:
+                    pool.drop_idle(ids, index)
+                raise OutOfBlocksError(n, pool.num_free)
             for ids, index in taken:
                 pool.take_idle(ids, index)
             own = pool.complete(taken)
@@ -553,6 +595,7 @@ class RadixTree(LinkedNodes):
             if len(ids):
                 self._policy.on_drop(ids)
                 self._pool.drop_idle(ids, index)
+                self._forget_replacements(ids)
                 self._tip = -1
             for listener in self._listeners:
                 if keys is None:

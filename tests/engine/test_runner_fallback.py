@@ -86,7 +86,9 @@ def test_a_backend_that_fails():
     steps.run_and_compare(runner, kit.twin(model), pool, [(pool.seq(20), 19)])
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")]
+)
 def test_a_lack_of_memory_says_nothing_about_the_model(error):
     class Starved(Broken):
         def run(self, *args, **kwargs):

@@ -417,7 +417,7 @@ def make_policy(policy: str | type[EvictionPolicy] | EvictionPolicy, num_blocks:
         return policy
     if not isinstance(policy, str):
         raise InvalidRequestError(
-            f"an eviction policy is a name, a class derived from EvictionPolicy or an object, got {policy!r}"
+            f"an eviction policy is a name, a class derived from EvictionPolicy or an object, got {shown(policy)}"
         )
     if policy not in _POLICIES:
         _load_all()

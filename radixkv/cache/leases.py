@@ -30,6 +30,10 @@ class Lease:
         self.num_tokens = match.num_tokens
         self.expired = False
 
+    def __repr__(self) -> str:
+        state = ", expired" if self.expired else ", released" if self._match.released else ""
+        return f"Lease({self.num_tokens} tokens{state})"
+
     def release(self) -> None:
         """Let the prefix be evicted again. Nothing happens if the lease has expired.
 

@@ -39,6 +39,7 @@ from radixkv.core.tokens import (
     TokenArray,
     require_block_size,
     require_non_negative,
+    shown,
     to_int64,
     token_bytes,
 )
@@ -322,7 +323,7 @@ class RadixTree(LinkedNodes):
         if retention is None:
             return
         if not isinstance(retention, Retention):
-            raise InvalidRequestError(f"a retention is a radixkv.core.Retention, got {retention!r}")
+            raise InvalidRequestError(f"a retention is a radixkv.core.Retention, got {shown(retention)}")
         if not self._policy.retains:
             raise InvalidRequestError(
                 f"the eviction policy {self._policy.name!r} keeps no retentions: make the tree with policy='priority'"

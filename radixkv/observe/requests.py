@@ -104,7 +104,10 @@ class RequestStats:
             hit += f", {more} of which another prompt of the same batch computed"
         why = MISS_REASONS[self.miss_reason]
         if self.seen_in is not None:
-            why = f"was cached in another namespace: {self.seen_in}"
+            where = (
+                "the default namespace" if self.seen_in == "None" else f"another namespace: {self.seen_in}"
+            )
+            why = f"was cached in {where}"
         return f"{hit}; position {self.diverged_at} on {why}"
 
     def to_dict(self) -> dict[str, Any]:

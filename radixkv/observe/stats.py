@@ -126,6 +126,19 @@ class CacheStats:
     hit_shares: HistogramStats = field(default_factory=HistogramStats)
     contiguous: dict[str, int] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """One line for people; `to_dict()` has everything."""
+        text = (
+            f"{self.requests:,} requests, {self.hit_tokens:,} of {self.prompt_tokens:,} prompt tokens hit "
+            f"({self.hit_rate:.1%}): {self.full_hits:,} full, {self.partial_hits:,} partial, {self.no_hits:,} none"
+        )
+        for what, counts in (("misses", self.misses), ("bypasses", self.bypasses)):
+            if counts:
+                text += f"; {what}: " + ", ".join(
+                    f"{reason} {num:,}" for reason, num in sorted(counts.items())
+                )
+        return text
+
     @property
     def hit_rate(self) -> float:
         """`hit_tokens / prompt_tokens`, never above 1; 0.0 before the first request."""

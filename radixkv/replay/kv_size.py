@@ -84,13 +84,14 @@ def kv_size(config: Any) -> KVSize:
     name, fields = _load(config)
     fields = _of_text(name, fields)
     found = _read(name, fields)
-    if found is None and isinstance(config, (str, Path)):
+    if found is None and isinstance(config, (str, Path)) and "model_type" in fields:
         # A config.json may leave out what is its model type's default, which transformers knows.
         fields = _with_defaults(name, str(Path(config).parent if Path(config).is_file() else config))
         found = _read(name, fields)
     if found is None:
         raise InvalidRequestError(
-            f"model config {name}: does not say how many layers, heads and dimensions the model has"
+            f"model config {name}: does not say how many layers, heads and dimensions the model has: it needs "
+            f"num_hidden_layers, num_key_value_heads and head_dim at least"
         )
     return found
 
@@ -120,7 +121,8 @@ def _read(name: str, fields: dict[str, Any]) -> KVSize | None:
 
 def _shapes(fields: dict[str, Any]) -> list[tuple[int, int, int]] | None:
     """KV heads, and numbers of a key and a value, of each layer that keeps some; None if that is not said."""
-    layers, heads = _first(fields, _LAYERS), _first(fields, _HEADS)
+    layers = _first(fields, _LAYERS)
+    heads = _first(fields, _HEADS) or _positive(fields, "num_key_value_heads")
     if layers is None or heads is None:
         return None
     model = fields.get("model_type")

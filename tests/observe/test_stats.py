@@ -225,3 +225,20 @@ def test_snapshots_can_be_told_apart_in_a_set():
     assert engines[0] == engines[1] != engines[2]
     assert len(set(engines)) == 2
     assert len({recorder.snapshot(0).hit_shares, HistogramStats(), snapshots[0].hit_shares}) <= 2
+
+
+def test_a_snapshot_prints_as_one_line():
+    stats = CacheStats(
+        requests=4,
+        prompt_tokens=1000,
+        hit_tokens=720,
+        full_hits=1,
+        partial_hits=2,
+        no_hits=1,
+        misses={"never_seen": 2, "evicted": 1},
+    )
+    assert str(stats) == (
+        "4 requests, 720 of 1,000 prompt tokens hit (72.0%): 1 full, 2 partial, 1 none; "
+        "misses: evicted 1, never_seen 2"
+    )
+    assert str(CacheStats()) == "0 requests, 0 of 0 prompt tokens hit (0.0%): 0 full, 0 partial, 0 none"

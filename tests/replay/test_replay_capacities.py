@@ -255,3 +255,16 @@ def test_configs_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InvalidRequestError, match=r'pip install "radixkv\[hf\]"'):
         kv_size("some/model")
+
+
+@pytest.mark.parametrize("fields", [{}, {"model_type": "llama", "num_attention_heads": 32}])
+def test_a_config_may_say_no_more_than_what_is_cached(tmp_path, fields):
+    shape = {"num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(shape | fields))
+    assert kv_size(path).bytes_per_token == kv_size(shape | fields).bytes_per_token == 32 * 8 * 128 * 2 * 2
+    path.write_text(json.dumps({"num_hidden_layers": 32}))
+    with pytest.raises(
+        InvalidRequestError, match="it needs num_hidden_layers, num_key_value_heads and head_dim"
+    ):
+        kv_size(path)

@@ -144,8 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     args = made.parse_args(words)
     session = make_session(made, args)
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    torch.set_grad_enabled(False)
 
     def finish(ended: str) -> None:
         wanted = [
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def stop(number: int, _: Any) -> None:
         raise SystemExit(f"ended by signal {number}")
 
-    signal.signal(signal.SIGTERM, stop)
+    terminate = signal.signal(signal.SIGTERM, stop)
     over = start_watchdog(session, finish)
     session.header.setdefault("command", " ".join(["gpu.py", *words]))
     session.header.setdefault("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
@@ -169,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [replace(phase, seconds=phase.seconds + more.get(phase.name, 0)) for phase in chosen]
     ended = "interrupted"
     try:
-        left = run_phases(session, chosen)
+        with torch.no_grad():
+            left = run_phases(session, chosen)
         if left:
             hand_over(session, left, words)
         ended = "complete"
@@ -178,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         over.set()
         finish(ended)
+        signal.signal(signal.SIGTERM, terminate)
+        transformers.logging.set_verbosity(verbosity)
     failed = any(phase["status"] not in ("done", "skipped") for phase in session.phases.values())
     return 1 if failed or session.wrong else 3 if session.left_out else 0
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -223,7 +224,10 @@ def test_what_there_is_no_time_for_is_counted(gpu: Any, monkeypatch: pytest.Monk
         "gpu_parts.session.Session.save",
         lambda self, ended="", **_: finished.append((ended, self.left_out)),
     )
+    handler = signal.getsignal(signal.SIGTERM)
     assert gpu.main(["--double", "--small"]) == 3
+    assert torch.is_grad_enabled()
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert finished[-1] == ("incomplete: no time for 1 parts", ["hurried: second"])
 
 

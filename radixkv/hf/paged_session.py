@@ -24,7 +24,7 @@ from radixkv.core.block_keys import block_keys
 from radixkv.core.block_pool import BlockPool
 from radixkv.core.block_states import BlockIds
 from radixkv.core.block_table import BlockCopy, BlockTable
-from radixkv.core.errors import OutOfBlocksError
+from radixkv.core.errors import InvalidRequestError, OutOfBlocksError
 from radixkv.core.match import Match
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.paged import PoolWriter
@@ -217,19 +217,20 @@ class Pages:
         return step
 
     def _grow(self, tables: list[BlockTable], stops: list[int], known: list[int]) -> None:
-        copies: list[BlockCopy] = []
         self._room.tidy()
         with InterruptsHeld(), self._room.lock:
             try:
                 for table, stop in zip(tables, stops, strict=True):
                     if stop > table.num_tokens:
-                        copies += table.append(stop - table.num_tokens, self._room.allocate)
+                        # At once: the next row's allocation may evict the block that is copied here.
+                        self._copy(table.append(stop - table.num_tokens, self._room.allocate))
             except OutOfBlocksError:
-                self._copy(copies)
                 for table, have in zip(tables, known, strict=True):
                     table.truncate(have)
                 raise
-            self._copy(copies)
+            except BaseException:  # a copy failed: its target holds nothing, and is in a table already
+                self._drop()
+                raise
 
     def _copy(self, copies: list[BlockCopy]) -> None:
         if copies:
@@ -355,6 +356,10 @@ class PagedLayer(SessionLayer):
                 self.length += key_states.shape[2]
                 return key_states, value_states
             pages.leave("outside")
+        elif self.length and self._keys is None:
+            raise InvalidRequestError(
+                "a step failed after its blocks had changed, and the KV of this session is lost: start anew from the prompt"
+            )
         return super().update(key_states, value_states)
 
     def end(self) -> None:

@@ -236,8 +236,8 @@ class HFPlug:
                 except IndexError:  # another thread was quicker
                     break
                 self._store(session, ends=True)
-                if session.pages is not None:
-                    session.pages.release()
+                # Its blocks are given back when its layers die, which somebody may have put into another cache.
+                del session
             self.paged.tidy()
             me = threading.get_ident()
             now = None if self._here.underway is None else self._here.underway.session

@@ -336,7 +336,7 @@ def test_copies_and_reads_of_a_cache_object() -> None:
             for other in (copy.deepcopy(past), pickle.loads(pickle.dumps(past)), past):
                 close(model(token, **more, **{keyword: other}).logits, expected)
             stays(cache)
-            del past, other
+            del past, other, mine  # a layer that somebody keeps holds the blocks, too
         books(cache)
 
 
@@ -575,3 +575,78 @@ def test_a_gradient_that_would_miss_the_cached_part_is_refused() -> None:
         with pytest.raises(errors.InvalidRequestError, match="gradients"):
             loss.backward()
     books(cache)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "slru"])
+@pytest.mark.parametrize("num_blocks", [5, 9, 10])
+def test_a_tail_to_be_copied_is_not_evicted_for_the_next_row(num_blocks: int, policy: str) -> None:
+    model = tiny()
+    plain = twin(model)
+    rows = [prompt(size, seed) for seed, size in enumerate((6, 5, 7, 6)[: 2 if num_blocks == 5 else 4])]
+    cache = paged(model, num_blocks=num_blocks, policy=policy)
+    with cache.attached(model):
+        for row in rows:
+            greedy(model, row, 1)
+        for _ in range(2):
+            batch = pad_left(rows)
+            wanted = plain.generate(**batch, max_new_tokens=3, do_sample=False)
+            assert torch.equal(model.generate(**batch, max_new_tokens=3, do_sample=False), wanted)
+    gc.collect()
+    cache.check()
+    assert cache.num_evictable_blocks == cache.num_cached_blocks
+
+
+def test_a_step_whose_copies_fail_leaves_nothing_wrong_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    plain = twin(model)
+    cache = paged(model, num_blocks=32)
+    ids = torch.cat([prompt(6, 1), prompt(6, 2)])
+    token = prompt(1, 7).expand(2, 1)
+    with cache.attached(model), torch.no_grad():
+        past = model(ids, use_cache=True).past_key_values
+        assert cache.stats.stored_tokens == 12  # and so the tails of a live session are in the tree
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.store, "copy_blocks", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model(token, **{cache_keyword(model): past})
+        with pytest.raises(errors.InvalidRequestError, match="start anew"):
+            model(token, **{cache_keyword(model): past})
+        del past
+        gc.collect()
+        cache.check()
+        assert cache.num_evictable_blocks == cache.num_cached_blocks
+        for row in ids:
+            longer = torch.cat([row[None], prompt(3, 5)], 1)
+            assert torch.equal(greedy(model, longer, 4), greedy(plain, longer, 4))
+
+
+@pytest.mark.parametrize("way", ["copied", "moved"])
+def test_layers_that_outlive_their_cache_object_keep_their_kv(way: str) -> None:
+    model = tiny()
+    cache = paged(model)
+
+    def tokens(m: Any) -> list[int]:
+        with torch.no_grad():
+            out = m(prompt(13), use_cache=True)
+            if way == "copied":
+                past = copy.copy(out.past_key_values)
+            else:
+                past = transformers.DynamicCache()
+                past.layers = out.past_key_values.layers
+            del out
+            gc.collect()
+            found, token = [], prompt(1, 4)
+            for _ in range(4):
+                token = m(token, **{cache_keyword(m): past}).logits[:, -1:].argmax(-1)
+                found.append(int(token))
+            return found
+
+    with cache.attached(model):
+        assert tokens(model) == tokens(twin(model))
+    gc.collect()
+    cache.check()
+    assert cache.num_evictable_blocks == cache.num_cached_blocks

@@ -358,7 +358,8 @@ class PagedLayer(SessionLayer):
             pages.leave("outside")
         elif self.length and self._keys is None:
             raise InvalidRequestError(
-                "a step failed after its blocks had changed, and the KV of this session is lost: start anew from the prompt"
+                "a step failed after its blocks had changed, and the KV of this session is lost: "
+                "start anew from the prompt"
             )
         return super().update(key_states, value_states)
 

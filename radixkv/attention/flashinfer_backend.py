@@ -17,7 +17,13 @@ from radixkv.attention.flashinfer_sending import PlannedStep, send_step
 from radixkv.attention.flashinfer_tables import StepSequences
 from radixkv.attention.flashinfer_transfer import Transfers
 from radixkv.attention.flashinfer_wrappers import Wrappers
-from radixkv.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec
+from radixkv.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    require_fitting,
+    require_whole_heads,
+)
 from radixkv.attention.merge import merge_in_place
 from radixkv.attention.torch_backend import TorchBackend
 from radixkv.core.errors import InvalidRequestError, first_line
@@ -328,28 +334,12 @@ class FlashInferBackend:
         if step is None:
             self._dtypes[spec] = query.dtype  # it may be another one than kept it from FlashInfer
             return None
-        page = (keys.shape[0], batch.block_size, spec.num_kv_heads)
-        wanted = (
-            (batch.num_tokens, spec.num_heads, spec.key_dim),
-            (*page, spec.key_dim),
-            (*page, spec.value_dim),
-        )
-        given = tuple(tuple(tensor.shape) for tensor in (query, keys, values))
-        if given != wanted:
-            raise InvalidRequestError(f"queries, keys and values must be {wanted} for {spec}, got {given}")
-        if not query.dtype == keys.dtype == values.dtype:
-            raise InvalidRequestError(
-                f"queries, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}"
-            )
+        require_fitting(spec, batch.num_tokens, batch.block_size, query, keys, values)
         if not query.device == keys.device == values.device == self.device:
             raise InvalidRequestError(
                 f"queries, keys and values must be on {self.device}, got {query.device}, {keys.device}, {values.device}"
             )
-        if keys.stride(-1) != 1 or values.stride(-1) != 1:
-            raise InvalidRequestError(
-                f"the elements of a head must lie side by side in the pool, got strides {keys.stride()} for keys and "
-                f"{values.stride()} for values"
-            )
+        require_whole_heads(keys, values)
         reason = self._limits.why_not(spec, query.dtype)
         if reason is None and keys.stride() != values.stride():
             reason = f"its keys have the strides {keys.stride()} and its values {values.stride()}"

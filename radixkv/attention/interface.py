@@ -15,7 +15,13 @@ from radixkv.core.errors import InvalidRequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionSpec",
+    "require_fitting",
+    "require_whole_heads",
+]
 
 
 @dataclass(frozen=True)
@@ -179,3 +185,47 @@ class AttentionBackend(Protocol):
             `[T, num_heads, value_dim]` in the dtype of `query`. The caller may write to it; it is valid until
             the next `run`.
         """
+
+
+def require_fitting(
+    spec: AttentionSpec, num_rows: int, block_size: int, query: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Make sure that tensors given to `run` are those of a kind of layers and of the step.
+
+    Args:
+        spec: The kind.
+        num_rows: Query rows of the step.
+        block_size: Tokens per block.
+        query: As in `AttentionBackend.run`, like the others.
+        keys: The layer's pool.
+        values: The same.
+
+    Raises:
+        InvalidRequestError: Shapes or dtypes are others.
+    """
+    page = (keys.shape[0], block_size, spec.num_kv_heads)
+    wanted = (
+        (num_rows, spec.num_heads, spec.key_dim),
+        (*page, spec.key_dim),
+        (*page, spec.value_dim),
+    )
+    given = tuple(tuple(tensor.shape) for tensor in (query, keys, values))
+    if given != wanted:
+        raise InvalidRequestError(f"queries, keys and values must be {wanted} for {spec}, got {given}")
+    if not query.dtype == keys.dtype == values.dtype:
+        raise InvalidRequestError(
+            f"queries, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}"
+        )
+
+
+def require_whole_heads(keys: Tensor, values: Tensor) -> None:
+    """Make sure that kernels can read a head of the pool in one go.
+
+    Raises:
+        InvalidRequestError: The elements of a head do not lie side by side.
+    """
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise InvalidRequestError(
+            f"the elements of a head must lie side by side in the pool, got strides {keys.stride()} for keys and "
+            f"{values.stride()} for values"
+        )

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from radixkv.attention.decode_steps import DecodeSteps
-from radixkv.attention.interface import AttentionBatch, AttentionSpec
+from radixkv.attention.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    require_fitting,
+    require_whole_heads,
+)
 from radixkv.attention.merge import apply_sinks, merge_in_place
 from radixkv.attention.step_tables import StepTables
 from radixkv.attention.torch_bind import (
@@ -121,11 +126,7 @@ class TorchBackend:
         # The fused kernel takes for granted that the elements of a head lie side by side.
         if query.stride(-1) != 1:
             query = query.contiguous()
-        if keys.stride(-1) != 1 or values.stride(-1) != 1:
-            raise InvalidRequestError(
-                f"the elements of a head must lie side by side in the pool, got strides {keys.stride()} for keys and "
-                f"{values.stride()} for values"
-            )
+        require_whole_heads(keys, values)
         kernel = FlashLayer if self._fused and flash_can_run(spec, query.device) else MathLayer
         layer: LayerKernel = kernel(spec, query, keys, values)
         out, lse = _together(bound[0], [_attend(layer, call) for call in bound[0].calls])
@@ -141,19 +142,7 @@ class TorchBackend:
     def _bind(self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor) -> list[BoundRound]:
         if spec not in self._plans:
             raise InvalidRequestError(f"plan this step for {spec} before running it")
-        page = (keys.shape[0], self._block_size, spec.num_kv_heads)
-        wanted = (
-            (self._num_rows, spec.num_heads, spec.key_dim),
-            (*page, spec.key_dim),
-            (*page, spec.value_dim),
-        )
-        given = tuple(tuple(tensor.shape) for tensor in (query, keys, values))
-        if given != wanted:
-            raise InvalidRequestError(f"queries, keys and values must be {wanted} for {spec}, got {given}")
-        if not query.dtype == keys.dtype == values.dtype:
-            raise InvalidRequestError(
-                f"queries, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}"
-            )
+        require_fitting(spec, self._num_rows, self._block_size, query, keys, values)
         dtype = torch.promote_types(query.dtype, torch.float32)
         bands = self._bands.get((spec.window, dtype))
         if bands is None:

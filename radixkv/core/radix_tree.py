@@ -33,7 +33,7 @@ from radixkv.core.linked_nodes import LinkedNodes
 from radixkv.core.listener import TreeListener
 from radixkv.core.match import InsertResult, Match, Tail
 from radixkv.core.namespace import Namespace, canonical_namespace
-from radixkv.core.node import Node, Root, below, children, last_block
+from radixkv.core.node import Node, Root, below, last_block
 from radixkv.core.tokens import (
     TOKEN_BYTES,
     TokenArray,
@@ -44,6 +44,7 @@ from radixkv.core.tokens import (
     token_bytes,
 )
 from radixkv.core.tree_check import check_nodes
+from radixkv.core.tree_copy import copy_tree
 
 __all__ = ["InsertResult", "Match", "NodeInfo", "RadixTree", "Tail"]
 
@@ -683,28 +684,21 @@ class RadixTree(LinkedNodes):
     # -- inspection ------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[NodeInfo]:
-        """Copies of all nodes, parents before children. Meant for inspection while nobody changes the tree."""
-        number = 0
-        for root in list(self._roots.values()):
-            todo = [(child, 0, -1) for child in children(root)]
-            while todo:
-                node, start, parent = todo.pop()
-                tokens = np.frombuffer(bytes(node.edge), np.int64)
-                ids = np.frombuffer(bytes(node.blocks), np.int32)
-                references = self._pool._state[ids] >> 1
-                yield NodeInfo(
-                    root.namespace,
-                    start,
-                    tokens,
-                    ids,
-                    node.num_children,
-                    parent,
-                    references,
-                    node.num_hits,
-                    node.used_at,
-                )
-                todo += [(child, start + len(tokens), number) for child in children(node)]
-                number += 1
+        """Copies of all nodes as they are when the first one is asked for, parents before children."""
+        copy = copy_tree(self)
+        for i in range(len(copy)):
+            ids = copy.blocks_of(i)
+            yield NodeInfo(
+                copy.namespaces[i],
+                copy.starts[i],
+                copy.tokens_of(i),
+                ids,
+                copy.num_children[i],
+                copy.parents[i],
+                copy.references[ids],
+                copy.num_hits[i],
+                copy.used_at[i],
+            )
 
     def content_hashes(self, tokens: Any, namespace: Namespace = b"") -> list[bytes]:
         """Chained 128-bit content addresses of the whole blocks of `tokens`; see `ContentHasher`."""

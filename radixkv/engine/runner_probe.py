@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from radixkv.attention import AttentionBackend
-from radixkv.core.errors import UnsupportedModelError, is_out_of_memory
+from radixkv.core.errors import UnsupportedModelError
 from radixkv.hf.attention_survey import AttentionSurvey, LayerKind
 from radixkv.hf.compat import DynamicCache, ForwardCall, text_config
-from radixkv.hf.own_forward import own_forward
 from radixkv.hf.routing import Routing
-from radixkv.hf.support import quiet_eval, tolerance
+from radixkv.hf.trials import ModelTrials
 from radixkv.sched.step import Step
 from radixkv.store.kv_store import KVStore
 
@@ -31,7 +30,7 @@ _BLOCK_SIZE = 4
 Run = Callable[[KVStore, Step, npt.NDArray[np.int32]], Tensor]
 
 
-class RunnerProbe:
+class RunnerProbe(ModelTrials):
     """Trials of one model over a few tokens, in a pool of their own. Nothing of the model stays changed.
 
     Args:
@@ -40,7 +39,7 @@ class RunnerProbe:
     """
 
     def __init__(self, model: Any, store: KVStore) -> None:
-        self._model = model
+        super().__init__(model, store.layout.device)
         self._layout = store.layout
         self._block_size = min(_BLOCK_SIZE, store.block_size)
         vocab = int(text_config(model).vocab_size)
@@ -57,10 +56,7 @@ class RunnerProbe:
         Raises:
             UnsupportedModelError: It cannot be taken over, or is nothing that the backend knows.
         """
-        name = type(self._model).__name__
-        can_set = getattr(type(self._model), "_can_set_attn_implementation", None)
-        if can_set is not None and not can_set():
-            raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface")
+        self.require_interface()
         watch = AttentionSurvey(self._layout)
 
         def trial() -> None:
@@ -69,9 +65,9 @@ class RunnerProbe:
             watch.conclude(backend)
             # What another thread gets that runs the model meanwhile.
             logits = Routing(configs, None).around(lambda: self._call(tokens, self._fresh_cache()))
-            self._compare(self._plain[1], logits, "when its attention implementation has another name")
+            self.compare(self._plain[1], logits, "when its attention implementation has another name")
 
-        self._undisturbed(trial, "a forward whose attention is watched")
+        self.undisturbed(trial, "a forward whose attention is watched")
         return watch.kinds
 
     def check(self, run: Run, way: str) -> None:
@@ -97,9 +93,9 @@ class RunnerProbe:
                 if len(logits) != len(chosen):
                     raise UnsupportedModelError(f"{way} gives other logits than those asked for")
                 for i, row in zip(chosen, logits, strict=True):
-                    self._compare(self._plain[i][done[i] - 1], row, f"in {way}")
+                    self.compare(self._plain[i][done[i] - 1], row, f"in {way}")
 
-        self._undisturbed(trial, way)
+        self.undisturbed(trial, way)
 
     def _pool(self) -> tuple[KVStore, npt.NDArray[np.int32]]:
         """A pool for the script, and the block tables of its sequences."""
@@ -157,32 +153,3 @@ class RunnerProbe:
             arguments["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
         output = self._model(**arguments)
         return output.logits[0] if hasattr(output, "logits") else output[0][0]
-
-    def _compare(self, expected: Tensor, got: Tensor, when: str) -> None:
-        expected, got = expected.cpu().double(), got.cpu().double()
-        spread = float((expected - expected.mean()).norm()) or 1.0
-        share = float((expected - got).norm()) / spread
-        if not share < tolerance(next(self._model.parameters())):
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} gives other logits {when} (relative difference {share:.2g})"
-            )
-
-    def _undisturbed(self, trial: Callable[[], None], what: str) -> None:
-        """Make a trial in evaluation mode, without gradients and with random numbers as before.
-
-        Raises:
-            UnsupportedModelError: Whatever else the trial raises is a verdict.
-            MemoryError: Or another error that says that memory ran out, which is none.
-        """
-        device = self._layout.device
-        forked = [device] if device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices=forked), torch.no_grad(), quiet_eval(self._model):
-                own_forward(trial)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            why = str(error) or type(error).__name__
-            raise UnsupportedModelError(f"{type(self._model).__name__} failed in {what}: {why}") from error

@@ -15,11 +15,10 @@ from radixkv.core.block_pool import BlockPool
 from radixkv.core.errors import UnsupportedModelError
 from radixkv.hf.attention_survey import AttentionSurvey, LayerKind
 from radixkv.hf.compat import ForwardCall, bare_cache, fresh_layers, text_config
-from radixkv.hf.own_forward import own_forward
 from radixkv.hf.paged_session import Pages, Room
 from radixkv.hf.paged_session_step import PagedAttention
 from radixkv.hf.routing import Routing, attention_configs
-from radixkv.hf.support import quiet_eval, tolerance
+from radixkv.hf.trials import ModelTrials
 from radixkv.observe.stats import StatsRecorder
 from radixkv.store.kv_store import KVStore
 from radixkv.store.layout import KVLayout
@@ -62,10 +61,9 @@ def find_out(
     return how
 
 
-class _Trial:
+class _Trial(ModelTrials):
     def __init__(self, model: Any, layout: KVLayout) -> None:
-        self._model = model
-        self._name = type(model).__name__
+        super().__init__(model, layout.device)
         self._layout = layout
         self._call = ForwardCall(model)
         self.configs = attention_configs(model)
@@ -76,9 +74,7 @@ class _Trial:
 
     def survey(self, backend: AttentionBackend) -> dict[Any, LayerKind]:
         """What every attention module computes."""
-        can_set = getattr(type(self._model), "_can_set_attn_implementation", None)
-        if can_set is not None and not can_set():
-            raise UnsupportedModelError(f"{self._name} does not use transformers' AttentionInterface")
+        self.require_interface()
         watch = AttentionSurvey(self._layout)
 
         def trial() -> None:
@@ -87,9 +83,9 @@ class _Trial:
             Routing(self.configs, watch).around(lambda: self._forward(ids, watch.cache(), placed=True))
             watch.conclude(backend)
             other = Routing(self.configs, None).around(lambda: self._forward(ids, self._fresh_cache()))
-            self._compare(plain, other, "when its attention implementation has another name")
+            self.compare(plain, other, "when its attention implementation has another name")
 
-        self._undisturbed(trial, "a forward whose attention is watched")
+        self.undisturbed(trial, "a forward whose attention is watched")
         return watch.kinds
 
     def check(self, how: PagedAttention) -> None:
@@ -122,11 +118,11 @@ class _Trial:
                     got = self._step(pages, cache, start, q)
                     start += q
                     for row, pad in enumerate(self._pads):
-                        self._compare(plain[row][0, start - 1 - pad], got[row, -1], "over the pool")
+                        self.compare(plain[row][0, start - 1 - pad], got[row, -1], "over the pool")
             finally:
                 pages.release()
 
-        self._undisturbed(trial, "a forward over keys and values in the pool")
+        self.undisturbed(trial, "a forward over keys and values in the pool")
 
     def _step(self, pages: Pages, cache: Any, start: int, q: int) -> Tensor:
         step = pages.begin(start, q)
@@ -169,25 +165,3 @@ class _Trial:
         output = self._model(**arguments)
         logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
         return logits
-
-    def _compare(self, expected: Tensor, got: Tensor, when: str) -> None:
-        expected, got = expected.cpu().double(), got.cpu().double()
-        spread = float((expected - expected.mean()).norm()) or 1.0
-        share = float((expected - got).norm()) / spread
-        if not share < tolerance(next(self._model.parameters())):
-            raise UnsupportedModelError(
-                f"{self._name} gives other logits {when} (relative difference {share:.2g})"
-            )
-
-    def _undisturbed(self, trial: Callable[[], None], what: str) -> None:
-        """Make a trial in evaluation mode, without gradients and with random numbers as before."""
-        device = self._layout.device
-        forked = [device] if device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices=forked), torch.no_grad(), quiet_eval(self._model):
-                own_forward(trial)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            why = str(error) or type(error).__name__
-            raise UnsupportedModelError(f"{self._name} failed in {what}: {why}") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from radixkv.attention import AttentionBackend, backend_choice, make_backend
 from radixkv.attention.flashinfer_backend import FlashInferBackend
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.core.errors import RadixKVError, UnsupportedModelError
+from radixkv.core.errors import RadixKVError, UnsupportedModelError, is_out_of_memory
 from radixkv.hf.calls import OuterCall
 from radixkv.hf.paged_session import Pages, Room
 from radixkv.hf.paged_session_probe import find_out
@@ -91,7 +91,9 @@ class PagedWay:
                 how = find_out(self._model, self._cache.layout, self._take, self._idle.append)
                 self._require_kernels(how)
                 self._how = how
-            except RadixKVError as error:
+            except Exception as error:
+                if not (isinstance(error, RadixKVError) or is_out_of_memory(error)):
+                    raise
                 self.reason = str(error)
                 if self._decode == "paged":
                     warnings.warn(

@@ -113,17 +113,19 @@ class _Replay:
         trace: Trace,
         policy: EvictionPolicy,
         num_blocks: int,
-        block_size: int,
         step: Callable[[int], None] | None,
-        clock: _TraceClock | None,
+        clock: _TraceClock | None = None,
     ) -> None:
         self.trace = trace
         self.policy = policy
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, block_size, policy)
+        self.tree = RadixTree(self.pool, self._tree_block_size(), policy)
         self.counted = Run()
         self._step = step
         self._clock = clock
+
+    def _tree_block_size(self) -> int:
+        return 1
 
     def begin(self, request: Request) -> Retention | None:
         """A request begins: what it says of how long to keep its blocks, if the policy asks."""
@@ -146,16 +148,6 @@ class _Replay:
 
 class _Blocks(_Replay):
     """Requests that name blocks: ids are the tokens of a tree with blocks of one token."""
-
-    def __init__(
-        self,
-        trace: Trace,
-        policy: EvictionPolicy,
-        num_blocks: int,
-        step: Callable[[int], None] | None,
-        clock: _TraceClock | None = None,
-    ) -> None:
-        super().__init__(trace, policy, num_blocks, 1, step, clock)
 
     def run(self, keep: int | None = None) -> Run:
         """Replay.
@@ -190,15 +182,8 @@ class _Blocks(_Replay):
 class _Tokens(_Replay):
     """Requests that are tokens: what `PrefixCache` does when they are looked up, computed and stored."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        policy: EvictionPolicy,
-        num_blocks: int,
-        step: Callable[[int], None] | None,
-        clock: _TraceClock | None = None,
-    ) -> None:
-        super().__init__(trace, policy, num_blocks, trace.block_size, step, clock)
+    def _tree_block_size(self) -> int:
+        return self.trace.block_size
 
     def run(self, *, keep_hits: bool = False) -> Run:
         """Replay.

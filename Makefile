@@ -3,7 +3,9 @@
 #   make demo         the demo on a real model (RUN="--tiny" for a random one, RUN="--help" for the options)
 #   make test         the fast tests            (ARGS="-k tree" goes to pytest)
 #   make test-slow    the tests that need the real model or minutes
-#   make lint types docs bench all clean
+#   make docs         the site, into site/: open site/index.html, it needs no server and no network
+#   make test-browser the site in a headless Chromium (Debian: apt install chromium)
+#   make lint types bench all clean
 #
 # PYTHON=python3.12 picks the interpreter, VENV=dir the environment's folder, EXTRAS=demo,docs,dev,cuda the extras.
 
@@ -23,7 +25,7 @@ HASH  := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(EXTRAS)-$(HASH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format types docs bench all clean
+.PHONY: help demo test test-slow test-browser lint format types docs bench all clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,6 +38,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow -n auto $(ARGS)
+
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -m browser -n 0 tests/browser $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

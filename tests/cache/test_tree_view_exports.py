@@ -434,7 +434,9 @@ def test_the_drawing_in_the_docs_is_the_one_of_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
-    blocks = re.findall(r"^```python\n(.*?)^```$", (docs / "tree-view.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (docs / "guides" / "tree-view.md").read_text(), re.M | re.S
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     names: dict[str, Any] = {}

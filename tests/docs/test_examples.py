@@ -43,7 +43,11 @@ def run(page: Path, line: int, code: str, names: dict) -> None:
         raise AssertionError(f"{page.relative_to(ROOT)}:{line + 1} printed\n{got}")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(r for *_, r in blocks(p))], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if any(r for *_, r in blocks(p))],
+    ids=lambda p: p.relative_to(ROOT).with_suffix("").as_posix(),
+)
 def test_page_runs(page, tiny_llama, tmp_path, monkeypatch):
     import torch
 

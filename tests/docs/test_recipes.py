@@ -39,9 +39,9 @@ def test_what_was_given_to_insert_is_not_released(page):
 @pytest.mark.parametrize(
     ("page", "again"),
     [
-        ("docs/tree-view.md", "for _ in '12': store('Translate into French: good morning. ' * 3)"),
+        ("docs/guides/tree-view.md", "for _ in '12': store('Translate into French: good morning. ' * 3)"),
         ("docs/api/block-table.md", "for _ in '12': serve(list(range(10)))"),
-        ("docs/policies.md", "for _ in '12': store([1, 1, 1, 1])"),
+        ("docs/guides/policies.md", "for _ in '12': store([1, 1, 1, 1])"),
     ],
 )
 def test_a_recipe_can_be_used_twice(page, again):

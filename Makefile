@@ -45,6 +45,7 @@ test-browser: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/interrogate radixkv
 	$(BIN)/lint-imports
 
 format: $(STAMP)

@@ -51,6 +51,7 @@ class PlannedWrapper:
         self._planned: Any = None
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Plan the wrapper, once the device has read the plan before."""
         # `plan` writes the split to page-locked memory of the wrapper and sends it from there.
         self._transfers.wait(self._planned)
         try:

@@ -23,24 +23,53 @@ class ModelPlug(Protocol):
         namespace: Namespace,
         holder: list[int] | None = None,
         retention: Retention | None = None,
-    ) -> None: ...
-    def detach(self, attachment: int | None = None) -> None: ...
+    ) -> None:
+        """As `PrefixCache.attach`; a number for `detach` is appended to `holder`."""
+
+    def detach(self, attachment: int | None = None) -> None:
+        """Undo `attach`: of that number if one is given, and nothing if it is undone already."""
+
     def session(
         self, input_ids: Any, namespace: Namespace, attention_mask: Any, retention: Retention | None = None
-    ) -> AbstractContextManager[Any]: ...
-    def key(self, namespace: Namespace, num_tokens: int) -> bytes: ...
-    def require_servable(self, model: Any) -> None: ...
-    def circumstances(self, ahead: bool = False) -> Any: ...
-    def overtaken(self) -> bool: ...
-    def attention(self) -> Any: ...
-    def key_under(self, circumstances: Any, namespace: Namespace, num_tokens: int) -> bytes: ...
-    def rest(self) -> None: ...
+    ) -> AbstractContextManager[Any]:
+        """As `PrefixCache.session`."""
+
+    def key(self, namespace: Namespace, num_tokens: int) -> bytes:
+        """The tree namespace of a prompt of that many tokens, as things stand now."""
+
+    def require_servable(self, model: Any) -> None:
+        """Raise `InvalidRequestError` unless `model` is the one of the cache, unchanged in kind."""
+
+    def circumstances(self, ahead: bool = False) -> Any:
+        """What KV depends on beside tokens and namespace, as of now; equal values share KV."""
+
+    def overtaken(self) -> bool:
+        """Whether weights had changed when `circumstances(ahead=True)` said that they had not."""
+
+    def attention(self) -> Any:
+        """How attention is computed, as of now; a change of it is one of the circumstances, too."""
+
+    def key_under(self, circumstances: Any, namespace: Namespace, num_tokens: int) -> bytes:
+        """`key` under circumstances that were noted before."""
+
+    def rest(self) -> None:
+        """Let go of what is kept of the weights until `circumstances` is asked for again."""
+
     @property
-    def vocab_size(self) -> int: ...
-    def flush(self) -> None: ...
-    def vacate(self, namespace: bytes | None) -> None: ...
-    def discard(self, namespace: bytes | None) -> None: ...
-    def invalidate(self) -> None: ...
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+
+    def flush(self) -> None:
+        """Store what sessions of this thread have computed."""
+
+    def vacate(self, namespace: bytes | None) -> None:
+        """Take this thread's sessions out of the pool: those of a namespace, or all (None)."""
+
+    def discard(self, namespace: bytes | None) -> None:
+        """Let open sessions store nothing: those of a namespace, or all (None)."""
+
+    def invalidate(self) -> None:
+        """Treat the weights as changed."""
 
 
 class Attached:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +31,7 @@ class Options:
 
 
 def run_replay(options: Options) -> ReplayResult:
-    """Replay a trace, with progress on stderr while that is a terminal.
+    """Replay a trace, with progress on stderr: bars on a terminal, elsewhere a line now and then.
 
     Raises:
         RadixKVError: The trace or an option makes no sense.
@@ -41,7 +43,8 @@ def run_replay(options: Options) -> ReplayResult:
         check_plot_path(options.plot)
     # Without a network the hub logs each attempt; the error at the end says it all.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    with _Bars(enabled=sys.stderr.isatty()) as bars:
+    shown: AbstractContextManager[_Bars | _Lines] = _Bars() if sys.stderr.isatty() else nullcontext(_Lines())
+    with shown as progress:
         result = simulate(
             options.trace,
             capacity=options.capacities or None,
@@ -52,7 +55,7 @@ def run_replay(options: Options) -> ReplayResult:
             limit=options.limit,
             skip_bad=options.skip_bad,
             jobs=options.jobs,
-            progress=bars.update,
+            progress=progress.update,
         )
     if options.plot is not None:
         from radixkv.cli.replay_plot import draw
@@ -67,13 +70,9 @@ _UNITS = {"Reading": (2**20, "MiB"), "Replaying": (1, "requests")}
 
 
 class _Bars:
-    """One bar for each thing that is done, with its rate and the time left.
+    """One bar for each thing that is done, with its rate and the time left."""
 
-    Args:
-        enabled: False shows nothing.
-    """
-
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -85,7 +84,6 @@ class _Bars:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not enabled,
             transient=True,
         )
         self._tasks: dict[str, Any] = {}
@@ -108,3 +106,24 @@ class _Bars:
         speed = self._bar.tasks[self._bar.task_ids.index(task)].speed
         rate = "" if not speed else f"{speed / size:,.0f} {unit}/s"
         self._bar.update(task, completed=done, total=total, rate=rate)
+
+
+#: Seconds between two lines of progress. What takes less says nothing.
+_LINE_EVERY = 10.0
+
+
+class _Lines:
+    """A line on stderr now and then, for logs."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def update(self, what: str, done: int, total: int | None) -> None:
+        """So much of it is done."""
+        now = time.monotonic()
+        if now - self._last < _LINE_EVERY:
+            return
+        self._last = now
+        size, unit = _UNITS[what]
+        of = f" of {total / size:,.0f} {unit} ({done / total:.0%})" if total else f" {unit}"
+        print(f"radixkv: {what.lower()}, {done / size:,.0f}{of}", file=sys.stderr, flush=True)

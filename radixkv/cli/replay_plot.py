@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from radixkv.cli.replay_report import common_unit
 from radixkv.demo.plot import as_label
 from radixkv.replay import OPTIMA, ReplayResult
 
@@ -53,14 +54,15 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
     panel.set_ylim(0, top)
     panel.set_xlabel(f"capacity (blocks of {trace['block_size']} tokens)")
     panel.set_ylabel("hit rate = prefill skipped (%)")
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _number(panel)
     if result.kv_size is not None:
-        size = result.kv_size.bytes_per_token * trace["block_size"] / 2**30
+        unit, unit_bytes = common_unit(row.capacity_bytes for row in result.results)
+        size = result.kv_size.bytes_per_token * trace["block_size"] / unit_bytes
         above = panel.secondary_xaxis("top", functions=(lambda x: x * size, lambda x: x / size))
         above.set_xlabel(
-            f"GiB of KV ({as_label(result.kv_size.name)}, {result.kv_size.dtype})", parse_math=False
+            f"{unit} of KV ({as_label(result.kv_size.name)}, {result.kv_size.dtype})", parse_math=False
         )
-        above.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        _number(above)
     name = as_label(trace["name"].replace("\\", "/").rsplit("/", 1)[-1])
     title = f"{name}: {trace['requests']:,} requests, {trace['prompt_tokens']:,} tokens"
     panel.set_title(title, loc="left", fontsize=11, parse_math=False)
@@ -69,3 +71,13 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
     panel.spines["right"].set_visible(False)
     for text in panel.legend(frameon=False, loc="lower right").get_texts():
         text.set_parse_math(False)
+
+
+def _number(panel: Axes) -> None:
+    """Plain numbers below a logarithmic axis, and enough of them where it spans little."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = panel.get_xlim()
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    panel.xaxis.set_minor_formatter(NullFormatter())

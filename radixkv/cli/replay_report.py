@@ -12,6 +12,8 @@ from radixkv.cli.streams import printable
 from radixkv.replay import OPTIMA, PolicyResult, ReplayResult
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
     from rich.table import Table
 
@@ -60,8 +62,9 @@ def table(result: ReplayResult) -> Table:
     table = Table(box=box.ROUNDED, header_style="bold")
     for name in ("Capacity\nblocks", "Capacity\ntokens"):
         table.add_column(name, justify="right")
+    unit, unit_bytes = common_unit(row.capacity_bytes for row in result.results)
     if result.kv_size is not None:
-        table.add_column("Capacity\nmemory", justify="right")
+        table.add_column(f"Capacity\n{unit}", justify="right")
     table.add_column("Policy", no_wrap=True)
     for name in ("Hit\ntokens", "Hit rate =\nprefill skipped", "Share of\noptimum", "Evicted\nblocks"):
         table.add_column(name, justify="right")
@@ -70,7 +73,7 @@ def table(result: ReplayResult) -> Table:
         for number, row in enumerate(rows):
             capacity = [f"{blocks:,}", f"{row.capacity_tokens:,}"]
             if row.capacity_bytes is not None:
-                capacity.append(_bytes(row.capacity_bytes))
+                capacity.append(_digits(row.capacity_bytes / unit_bytes))
             table.add_row(
                 *(capacity if number == 0 else [""] * len(capacity)),
                 row.policy,
@@ -92,12 +95,26 @@ def _percent(share: float) -> str:
     return f"{share * 100:.1f}%"
 
 
+_UNITS = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
+
+
+def common_unit(sizes: Iterable[int | None]) -> tuple[str, int]:
+    """The unit, and its bytes, in which all of these sizes can be compared: that of the smallest."""
+    known = [size for size in sizes if size is not None]
+    return _unit(min(known, default=0))
+
+
+def _unit(size: int) -> tuple[str, int]:
+    """The largest of which there is about one or more."""
+    return next(((name, of) for name, of in reversed(_UNITS) if size >= 0.975 * of), _UNITS[0])
+
+
 def _bytes(size: int) -> str:
     """Three digits and a unit: `2.00 GiB`, `31.3 GiB`, `512 MiB`."""
-    value, unit = size / 2**20, "MiB"
-    if value >= 1000:
-        value, unit = value / 1024, "GiB"
-    if value >= 10_000:
-        value, unit = value / 1024, "TiB"
-    digits = 0 if value >= 99.5 else 1 if value >= 9.95 else 2
-    return f"{value:,.{digits}f} {unit}"
+    unit, unit_bytes = _unit(size)
+    return f"{_digits(size / unit_bytes)} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all in front of the point."""
+    return f"{value:,.{0 if value >= 99.5 else 1 if value >= 9.95 else 2}f}"

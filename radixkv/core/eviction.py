@@ -269,6 +269,7 @@ class PriorityPolicy(EvictionPolicy):
         self._num_filed = 0
 
     def file(self, leaf: Node, block: int) -> None:
+        """File a leaf under the priority of its last block. O(log leaves)."""
         self._push((self.priority.item(block), leaf.serial, leaf))
 
     def _push(self, entry: Entry) -> None:
@@ -277,6 +278,7 @@ class PriorityPolicy(EvictionPolicy):
         self._num_filed += 1
 
     def unfile(self, leaf: Node) -> None:
+        """Take a leaf out: at once from the top of the heap, else its entry is left and ignored."""
         heap = self._heap
         self._num_filed = num = self._num_filed - 1
         if heap[0] is leaf.entry:
@@ -287,6 +289,7 @@ class PriorityPolicy(EvictionPolicy):
             heapify(self._heap)
 
     def first(self) -> Node | None:
+        """The leaf whose last block has the lowest priority; None if there is no leaf."""
         heap = self._heap
         while heap:
             entry = heap[0]
@@ -322,9 +325,15 @@ class PriorityPolicy(EvictionPolicy):
         return int(above[::-1].argmax()) if above.any() else len(ids)
 
     def num_filed(self) -> int:
+        """Leaves that are filed. O(1)."""
         return self._num_filed
 
     def check(self, leaf: Node, block: int) -> None:
+        """Verify that a leaf is filed under the priority of its last block (or a lower one if not `eager`).
+
+        Raises:
+            CacheCorruptionError: It is not.
+        """
         filed, serial, node = leaf.entry
         true = self.priority[block]
         if node is not leaf or serial != leaf.serial or (filed != true if self.eager else filed > true):
@@ -353,15 +362,19 @@ class LRUPolicy(PriorityPolicy):
     eager = False
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Note the time of use of the blocks hit."""
         fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
+        """Note the time of use."""
         fill(self.priority, index, now)
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Note the time of use of the new blocks."""
         fill(self.priority, index, now)
 
     def num_to_cut(self, leaf: Node, ids: BlockIds) -> int:
+        """All blocks if even the first was used no later than the second leaf, else as the base class."""
         bound = self._second()
         if bound is None or self.priority.item(ids.item(0)) <= bound:
             return len(ids)  # the first is the one used last

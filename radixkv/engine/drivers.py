@@ -17,7 +17,8 @@ class Driver(Protocol):
     """What is asked of an engine here."""
 
     @property
-    def is_at_work(self) -> bool: ...
+    def is_at_work(self) -> bool:
+        """Whether any of its requests is not finished."""
 
 
 # Which engine drives a model. Weak on both sides: an engine holds its model.

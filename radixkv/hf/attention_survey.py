@@ -62,10 +62,12 @@ class AttentionSurvey(Diversion):
         self._keys[layer] = keys
 
     def mask(self, original: str, args: Any, kwargs: Any) -> Any:
+        """Note which function the mask is made of, and make the mask."""
         self._masks.append(kwargs.get("mask_function", _NO_MASK_FUNCTION))
         return plain_mask(original, args, kwargs)
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Note what kind of attention a layer asks for, and compute it as the model would."""
         kind = self._kind(call)
         for module, earlier in self.kinds.items():
             if earlier.layer == kind.layer:

@@ -62,6 +62,8 @@ class OuterCall:
 
     @classmethod
     def read(cls, call: dict[str, Any], cache_name: str, config: Any) -> OuterCall:
+        """Read the arguments of a call, and what the config says where they say nothing."""
+
         def flag(name: str) -> bool:
             given = call.get(name)
             return bool(getattr(config, name, False) if given is None else given)

@@ -57,6 +57,7 @@ class ForwardCall:
         self.cache_name = known[0]
 
     def accepts(self, name: str) -> bool:
+        """Whether the forward has an argument of this name."""
         return name in self.names
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class GenerateGuard:
         self._own: Any = None
 
     def enter(self) -> None:
+        """One more user; the first one puts the check in place."""
         with self._lock:
             self._users += 1
             if self._users > 1 or not hasattr(self._model, "prepare_inputs_for_generation"):
@@ -60,6 +61,7 @@ class GenerateGuard:
             self._model.prepare_inputs_for_generation = checked
 
     def leave(self) -> None:
+        """One user less; the last one leaves the model as it was found."""
         with self._lock:
             self._users -= 1
             if self._users == 0:

@@ -25,9 +25,14 @@ _MIN_ROOM = 256  # tokens of room to grow into, at least
 class Book(Protocol):
     """Who keeps count of what the rows of the layers hold (see `radixkv.hf.session`)."""
 
-    def cropped(self, length: int) -> None: ...
-    def reordered(self, index: Tensor) -> None: ...
-    def expanded(self, repeats: int) -> None: ...
+    def cropped(self, length: int) -> None:
+        """All rows were cut to so many columns."""
+
+    def reordered(self, index: Tensor) -> None:
+        """Row `i` is what row `index[i]` was."""
+
+    def expanded(self, repeats: int) -> None:
+        """Every row was repeated, each copy behind its original."""
 
 
 class _AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -118,10 +123,12 @@ class SessionLayer(_AttentionLayer):
 
     @property
     def keys(self) -> Tensor | None:
+        """`[rows, heads, columns held, key_dim]`, a view; None before there are any."""
         return None if self._keys is None else self._keys[:, :, : self.length - self.base]
 
     @property
     def values(self) -> Tensor | None:
+        """`[rows, heads, columns held, value_dim]`, a view; None before there are any."""
         return None if self._values is None else self._values[:, :, : self.length - self.base]
 
     @property
@@ -140,6 +147,7 @@ class SessionLayer(_AttentionLayer):
 
     @property
     def num_rows(self) -> int:
+        """Rows held; 0 before there are any."""
         return 0 if self._keys is None else self._keys.shape[0]
 
     def allocate(self, rows: int, columns: int, base: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -261,20 +269,24 @@ class SessionLayer(_AttentionLayer):
         self.cut(n if n >= 0 else max(0, self.length + n))
 
     def reset(self) -> None:
+        """Drop everything, as a crop to nothing."""
         self.cut(0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put rows in the order of `beam_idx`, `[rows]`; one may be named several times."""
         self._pick(beam_idx)
         if self.book is not None:
             self.book.reordered(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows: indices, or one bool for each row."""
         index = torch.as_tensor(indices)
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
         self.reorder_cache(index)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, each copy behind its original."""
         self._pick(torch.arange(max(1, self.num_rows)).repeat_interleave(repeats))
         if self.book is not None:
             self.book.expanded(repeats)
@@ -341,20 +353,24 @@ class RowsLayer(_AttentionLayer):
 
     @property
     def keys(self) -> Tensor:
+        """`[rows, heads, columns, key_dim]` of these rows, a view where they are a slice."""
         return self._seen(self.parent.base)[0]
 
     @property
     def values(self) -> Tensor:
+        """The same of the values."""
         return self._seen(self.parent.base)[1]
 
     def _seen(self, first: int) -> tuple[Tensor, Tensor]:
         return self.parent.view(self.rows, max(first, self.origin), self.origin + self.length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write new keys and values into the parent's rows; all that the queries see comes back."""
         start = self.origin + self.length
         self.parent.put(self.rows, start, key_states, value_states)
         self.length += key_states.shape[2]
         return self._seen(0 if self.window is None else start - self.window + 1)
 
     def crop(self, tokens: int) -> None:  # abstract in some versions; nothing crops a prefill
+        """Not for a prefill."""
         raise NotImplementedError

@@ -106,6 +106,7 @@ class Pages:
 
     @property
     def num_rows(self) -> int:
+        """Rows of the session."""
         return len(self.pads)
 
     @property
@@ -334,14 +335,17 @@ class PagedLayer(SessionLayer):
 
     @property
     def keys(self) -> Tensor | None:
+        """`[rows, heads, columns, key_dim]`, copied from the pool; None before there are any."""
         return self.pages.copied(self).keys if self.pages.live else super().keys
 
     @property
     def values(self) -> Tensor | None:
+        """The same of the values."""
         return self.pages.copied(self).values if self.pages.live else super().values
 
     @property
     def num_rows(self) -> int:
+        """Rows held; 0 before there are any."""
         return self.pages.num_rows if self.pages.live else super().num_rows
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -364,14 +368,17 @@ class PagedLayer(SessionLayer):
         return super().update(key_states, value_states)
 
     def end(self) -> None:
+        """Give the blocks back too; any further use is an error."""
         super().end()
         self.pages.release()
 
     def forget(self, column: int) -> None:
+        """Nothing while the KV is in the pool, whose blocks are given back as a whole."""
         if not self.pages.live:
             super().forget(column)
 
     def cut(self, length: int) -> None:
+        """Keep so many columns; blocks behind them are given back."""
         if self.pages.live and length < self.length:
             if length == 0:  # what follows may be of another shape
                 self.pages.release()
@@ -408,6 +415,7 @@ class PagedRowsLayer(StepLayer):
         self.index = index
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write `[batch, heads, q, dim]` to the pool; what was written comes back."""
         self.step.write(self.index, key_states, value_states)
         self.length += key_states.shape[2]
         return key_states, value_states

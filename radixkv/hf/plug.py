@@ -188,6 +188,14 @@ class HFPlug:
             raise
 
     def detach(self, attachment: int | None = None) -> None:
+        """As `PrefixCache.detach`.
+
+        Args:
+            attachment: Undo only this one, as `attach` gave it to its `holder`, and nothing if it is undone already.
+
+        Raises:
+            InvalidRequestError: Nothing is attached.
+        """
         with InterruptsHeld(), _attach_lock:
             if attachment is not None and not (self._attached and self._attachment == attachment):
                 return  # the block this one belongs to was detached by hand
@@ -209,6 +217,7 @@ class HFPlug:
         attention_mask: Any,
         retention: Retention | None = None,
     ) -> ExplicitSession:
+        """As `PrefixCache.session`."""
         canonical_namespace(namespace)
         ids, pads = read_prompt(
             input_ids, attention_mask, int(self._config.vocab_size), self._cache.layout.device
@@ -218,6 +227,7 @@ class HFPlug:
         return ExplicitSession(self, ids, pads, namespace, retention)
 
     def key(self, namespace: Namespace, num_tokens: int) -> bytes:
+        """The tree namespace of a prompt of that many tokens, as things stand now."""
         with self._busy():
             key = self._origin(namespace, num_tokens).key
             if not self._users:
@@ -258,12 +268,14 @@ class HFPlug:
                     pages.leave("cleared")
 
     def discard(self, namespace: bytes | None) -> None:
+        """Let open sessions store nothing: those of a namespace (canonical), or all (None)."""
         with self._lock:
             for session in list(self._live):
                 if namespace is None or session.origin.namespace == namespace:
                     session.trusted = False
 
     def invalidate(self) -> None:
+        """Treat the weights as changed."""
         self._watch.bump()
 
     # -- hooks on and off -----------------------------------------------------------------------------------
@@ -290,6 +302,7 @@ class HFPlug:
         return int(getattr(self._config, "num_hidden_layers", 0))
 
     def install(self) -> None:
+        """One more user of the hooks; the first one puts them on the model."""
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -302,6 +315,7 @@ class HFPlug:
                 ]
 
     def uninstall(self) -> None:
+        """One user less; the last one takes the hooks off."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -333,6 +347,7 @@ class HFPlug:
             self.flush()
 
     def close(self, session: Session) -> None:
+        """A session came to its end: store what it computed."""
         self._abandon()
         with self._busy():
             self._store(session, ends=True)
@@ -688,6 +703,7 @@ class HFPlug:
     def open(
         self, ids: Tensor, pads: np.ndarray, namespace: Namespace, retention: Retention | None
     ) -> tuple[SessionCache, Session]:
+        """Make the cache of an explicit session, filled with what is cached of its prompt."""
         origin = self._origin(namespace, ids.shape[1] - int(pads.min()), retention)
         reason = "training" if self._watch.may_drop() else self._unsharable(origin)
         usable = reason is None

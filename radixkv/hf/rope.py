@@ -25,6 +25,7 @@ class RopeRule:
 
     @classmethod
     def of(cls, model: Any) -> RopeRule:
+        """Read it off the config of a model; of several kinds, `dynamic` before `longrope`."""
         config = text_config(model)
         kinds: set[str] = set()
         limits: list[int] = []

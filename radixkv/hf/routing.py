@@ -57,9 +57,11 @@ class Diversion:
     """What takes attention and masks over while it is the current one of this thread."""
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Attention of one layer: its output, and the weights or None."""
         raise NotImplementedError
 
     def mask(self, original: str, args: Any, kwargs: Any) -> Any:
+        """What the model gets for a mask."""
         raise NotImplementedError
 
 

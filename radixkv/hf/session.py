@@ -119,6 +119,7 @@ class Session:
 
     @property
     def num_rows(self) -> int:
+        """Rows of the batch."""
         return len(self.pads)
 
     @property
@@ -207,18 +208,21 @@ class Session:
         self._committed = 0
 
     def cropped(self, length: int) -> None:
+        """All rows were cut to so many columns."""
         self._chunks = [self.ids()[:, :length]]
         self._changed()
         if length == 0 and self.pads.any():  # the padding is gone, too: what follows may be anything
             self.trusted = False
 
     def reordered(self, index: Tensor) -> None:
+        """Row `i` is what row `index[i]` was."""
         self._chunks = [chunk.index_select(0, index.to(chunk.device)) for chunk in self._chunks]
         self.prompt = self.prompt.index_select(0, index.to(self.prompt.device))
         self.pads = self.pads[index.cpu().numpy()]
         self._changed()
 
     def expanded(self, repeats: int) -> None:
+        """Every row was repeated, each copy behind its original."""
         self._chunks = [chunk.repeat_interleave(repeats, dim=0) for chunk in self._chunks]
         self.prompt = self.prompt.repeat_interleave(repeats, dim=0)
         self.pads = self.pads.repeat(repeats)

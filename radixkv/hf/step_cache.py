@@ -65,20 +65,24 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
         """The pool is there already."""
 
     def get_seq_length(self, *_: Any) -> int:
+        """Columns before this forward."""
         return self.length
 
     def get_max_length(self) -> int:
+        """-1: no limit."""
         return -1
 
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """Columns that the queries see, and the first of them."""
         q = int(query.shape[0]) if isinstance(query, torch.Tensor) else int(query)
         if self.window is None:
             return self.length + q, 0
         return min(self.length, self.window - 1) + q, max(self.length - self.window + 1, 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values of the forward."""
         raise NotImplementedError
 
     crop = reset = reorder_cache = offload = prefetch = _refuse
@@ -102,8 +106,10 @@ class FlatLayer(StepLayer):
         self.write = write
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """The columns of the step itself, from 0."""
         return (int(query.shape[0]) if isinstance(query, torch.Tensor) else int(query)), 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Hand `[1, heads, T, dim]` to the pool; they come back as they are."""
         self.write(self.index, key_states, value_states)
         return key_states, value_states

@@ -123,6 +123,7 @@ class ModelWatch:
             self._epoch += 1
 
     def note_step(self, stepped: set[int]) -> None:
+        """An optimizer stepped tensors of these ids: if some are the model's, the weights have changed."""
         with self._lock:
             if not self._tensor_ids.isdisjoint(stepped):
                 self._epoch += 1

@@ -76,6 +76,7 @@ class Sockets:
             raise
 
     def close(self, linger_ms: int) -> None:
+        """Close the sockets; what is queued has so many milliseconds to go out."""
         for one in (self.pub, self.replay):
             if one is not None:
                 one.close(linger=linger_ms)
@@ -91,6 +92,7 @@ class Kept:
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0
 
     def add(self, number: int, payload: bytes) -> None:
+        """Keep a batch, and drop the oldest ones beyond the limits."""
         batches = self._batches
         batches.append((number, payload))
         self._bytes += len(payload)
@@ -98,6 +100,7 @@ class Kept:
             self._bytes -= len(batches.popleft()[1])
 
     def since(self, number: int) -> list[tuple[int, bytes]]:
+        """All kept batches from that number on, as `(number, payload)`."""
         return [batch for batch in self._batches if batch[0] >= number]
 
 
@@ -140,6 +143,7 @@ class Sender:
     # -- from any thread -------------------------------------------------------------------------------------
 
     def put(self, events: list[KVCacheEvent]) -> bool:
+        """Queue a batch; False if it was dropped."""
         with self._state:
             if self.stopping:
                 return False
@@ -152,6 +156,7 @@ class Sender:
         return True
 
     def ring(self) -> None:
+        """Wake the thread."""
         # The thread clears the flag before it looks: whoever sees it set after adding something will be served.
         if not self._rung and not self._abandoned:
             self._rung = True
@@ -159,6 +164,7 @@ class Sender:
                 self._bell.send(b"!")
 
     def flush(self, timeout: float) -> bool:
+        """Wait until what was queued before has been handed to ZeroMQ; False if that took too long."""
         with self._state:
             if self._abandoned or self._finished or threading.current_thread() is self.thread:
                 return self._finished
@@ -178,6 +184,7 @@ class Sender:
         self.ring()
 
     def stop(self, timeout: float) -> bool:
+        """Ask the thread to send what is queued and end; False if that took longer than `timeout` seconds."""
         self.ask_to_stop()
         if self._abandoned:
             return True

@@ -15,28 +15,44 @@ class ShownCache(Protocol):
     """What is asked of a `PrefixCache`."""
 
     @property
-    def lifetime_stats(self) -> Any: ...
+    def lifetime_stats(self) -> Any:
+        """Its `CacheStats` since it was made."""
+
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+
     @property
-    def num_free_blocks(self) -> int: ...
+    def num_free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+
     @property
-    def num_cached_blocks(self) -> int: ...
+    def num_cached_blocks(self) -> int:
+        """Blocks the tree holds."""
+
     @property
-    def num_cached_tokens(self) -> int: ...
+    def num_cached_tokens(self) -> int:
+        """Tokens the tree holds."""
+
     @property
-    def num_evictable_blocks(self) -> int: ...
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that nobody but the tree holds."""
+
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens in a block."""
 
 
 class ShownEngine(Protocol):
     """What is asked of an `Engine`."""
 
     @property
-    def lifetime_stats(self) -> Any: ...
+    def lifetime_stats(self) -> Any:
+        """Its `EngineStats` since it was made."""
+
     @property
-    def cache(self) -> Any: ...
+    def cache(self) -> Any:
+        """The cache it works in."""
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,7 @@ class StatsRecorder:
 
     @property
     def last_requests(self) -> tuple[RequestStats, ...]:
+        """The prompts of the most recent call, one entry for each row."""
         return self._last
 
     def recent_requests(self, num: int) -> tuple[RequestStats, ...]:

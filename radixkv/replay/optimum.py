@@ -39,9 +39,11 @@ class OptimalPolicy(PriorityPolicy):
         self._uses = np.append(-next_uses.astype(np.int64), np.iinfo(np.int64).min)
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Give the blocks hit their next use, as `expect` said."""
         put(self.priority, index, self._uses[:num_hit])
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Give the new blocks their next use, as `expect` said."""
         put(self.priority, index, self._uses[first : -(-len(tokens) // self.block_size)])
 
 

@@ -84,5 +84,6 @@ class Counters:
             setattr(self, name, 0)
 
     def snapshot(self, held_slots: int, filled_slots: int) -> SchedulerStats:
+        """The counters as `SchedulerStats`, with the slots as they are now."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return SchedulerStats(**values, held_slots=held_slots, filled_slots=filled_slots)

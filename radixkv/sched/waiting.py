@@ -192,9 +192,11 @@ class PrefixQueue(WaitingQueue):
         return len(self._ready) + len(self._hints)
 
     def ready(self) -> list[Sequence]:
+        """Those that are not parked, in order of arrival."""
         return sorted([*self._ready, *self._hints], key=by_key)
 
     def add(self, seq: Sequence, hint: int = 0) -> None:
+        """`seq` waits, with an estimate of its own if there is no `hint`."""
         if seq._started:
             super().add(seq)
             return
@@ -208,6 +210,7 @@ class PrefixQueue(WaitingQueue):
         self._by_tokens.add(place)
 
     def discard(self, seq: Sequence) -> None:
+        """`seq` is not in the queue any more."""
         if seq._started:
             super().discard(seq)
             return
@@ -216,6 +219,7 @@ class PrefixQueue(WaitingQueue):
         self._by_tokens.remove(self._places.pop(seq))
 
     def admitted(self, seq: Sequence) -> None:
+        """`seq` has got a row: those that share tokens with it may find more cached now."""
         place = self._places.get(seq)
         super().admitted(seq)
         if place is not None:

@@ -63,15 +63,18 @@ class CostAwarePolicy(RankedPolicy):
         self._cost: npt.NDArray[np.float64] = np.zeros(num_blocks)
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Count a use of the blocks hit, and value them anew."""
         uses = get(self._uses, index) + 1
         put(self._uses, index, uses)
         put(self.rank, index, self.inflation + uses * get(self._cost, index))
         fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
+        """Note the time of use; ties go by it."""
         fill(self.priority, index, now)
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Value new blocks by one use each."""
         cost = self._costs(first, len(tokens))
         fill(self._uses, index, 1)
         put(self._cost, index, cost)
@@ -79,15 +82,18 @@ class CostAwarePolicy(RankedPolicy):
         fill(self.priority, index, now)
 
     def on_grow(self, block: int, number: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Value a block that was filled further by its new cost."""
         self._cost[block] = cost = self._costs(number, len(tokens)).item(0)
         self.rank[block] = self.inflation + self._uses.item(block) * cost
         self.priority[block] = now
 
     def on_replace(self, old: int, new: int) -> None:
+        """The fuller block takes over the uses of the one that goes."""
         self._uses[new] = uses = self._uses.item(old)
         self.rank[new] = self.inflation + uses * self._cost.item(new)
 
     def on_evict(self, ids: BlockIds) -> None:
+        """Raise `inflation` to the highest value evicted."""
         self.inflation = max(self.inflation, float(self.rank[ids].max()))
 
     def _costs(self, first: int, num_tokens: int) -> npt.NDArray[np.float64]:

@@ -22,4 +22,5 @@ class FIFOPolicy(PriorityPolicy):
     name = "fifo"
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Note the time of insertion."""
         fill(self.priority, index, now)

@@ -133,6 +133,7 @@ class HitDensityPolicy(EvictionPolicy):
     # -- what happens to blocks ------------------------------------------------------------------------------
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Count the request, hits of ghosts included, and note the new class and age of its blocks."""
         self._remember_expected()
         self._advance()
         self._is_announced = True
@@ -175,6 +176,7 @@ class HitDensityPolicy(EvictionPolicy):
             self._rates.give_up(self._ghosts.limit(self._num_ghosts // rates.stride))
 
     def on_use(self, index: Index, now: int) -> None:
+        """Make blocks as young as if they had just been asked for, without counting a hit."""
         cells = get(self._cells, index)
         if not len(cells):
             return
@@ -188,6 +190,7 @@ class HitDensityPolicy(EvictionPolicy):
         put(self._cells, index, self._rates.now(classes))
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Take up new blocks as `on_request` announced them, or as the ghosts know them."""
         behind = int(self._keys[self.behind]) if first else 0
         noted, rest = self._take_expected(first, behind, tokens, seed)
         if len(rest):
@@ -202,6 +205,7 @@ class HitDensityPolicy(EvictionPolicy):
         put(self._counted, index, noted.counted)
 
     def on_grow(self, block: int, number: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Note a block that was filled further under its new key, as used now."""
         end = (number + 1) * self.block_size
         behind = int(self._keys[self.behind]) if number else 0
         keys = block_keys(tokens[:end], self.block_size, seed, first=number, parent_key=behind)
@@ -209,15 +213,18 @@ class HitDensityPolicy(EvictionPolicy):
         self.on_use([(block, block + 1)], now)
 
     def on_evict(self, ids: BlockIds) -> None:
+        """Note which blocks go; they are remembered as ghosts when the eviction is over."""
         self._evicted.append(ids)
         if not self._evicting:
             self._remember_evicted()
 
     def on_drop(self, ids: BlockIds) -> None:
+        """Forget blocks, without counting what became of them."""
         self._rates.give_up(self._cells[ids[self._counted[ids]]])
         self._cells[ids] = 0
 
     def on_replace(self, old: int, new: int) -> None:
+        """The fuller block takes over the uses of the one that goes."""
         uses = self._uses.item(old)
         if uses > self._uses.item(new):
             cell = self._cells[new : new + 1]
@@ -232,21 +239,26 @@ class HitDensityPolicy(EvictionPolicy):
     # -- the order of the leaves -----------------------------------------------------------------------------
 
     def file(self, leaf: Node, block: int) -> None:
+        """File a leaf under the class and the last use of its last block."""
         self._leaves.file(leaf, self._cells.item(block))
 
     def unfile(self, leaf: Node) -> None:
+        """Take a leaf out."""
         self._leaves.unfile(leaf)
 
     def begin(self) -> None:
+        """Put the classes of leaves in the order of their worth now."""
         self._evicting = True
         self._leaves.begin(self._rates.index)
 
     def end(self) -> None:
+        """Remember as ghosts what was evicted."""
         self._evicting = False
         self._leaves.end()
         self._remember_evicted()
 
     def first(self) -> Node | None:
+        """The leaf to be shortened next; None if there is no leaf."""
         return self._leaves.first()
 
     def num_to_cut(self, leaf: Node, ids: BlockIds) -> int:
@@ -256,9 +268,15 @@ class HitDensityPolicy(EvictionPolicy):
         return len(ids) - 1 - int(differ[-1]) if len(differ) else len(ids)
 
     def num_filed(self) -> int:
+        """Leaves that are filed. O(1)."""
         return len(self._leaves)
 
     def check(self, leaf: Node, block: int) -> None:
+        """Verify that a leaf is filed under the class and the last use of its last block.
+
+        Raises:
+            CacheCorruptionError: It is not.
+        """
         last, serial, kind, node = leaf.entry
         true = self._cells.item(block)
         if (last << CLASS_BITS | kind, serial) != (true, leaf.serial) or node is not leaf:

@@ -86,6 +86,7 @@ class LeafCells:
         self._ring[time & RING_MASK] = 0
 
     def file(self, leaf: Node, cell: int) -> None:
+        """File a leaf under the class and the last use that `cell` holds."""
         last, kind = cell >> CLASS_BITS, cell & CLASS_MASK
         leaf.entry = entry = (last, leaf.serial, kind, leaf)
         self._files[kind].add(entry)
@@ -94,6 +95,7 @@ class LeafCells:
             heappush(self._queue, (self._worth(last, kind), last, leaf.serial, entry, 0))
 
     def unfile(self, leaf: Node) -> None:
+        """Take a leaf out."""
         last, _, kind, _ = leaf.entry
         self._files[kind].remove(leaf.entry)
         self._count(last, kind, -1)
@@ -121,6 +123,7 @@ class LeafCells:
         self._own_too = False
 
     def end(self) -> None:
+        """The eviction is over."""
         self._evicting = False
         self._queue, self._bins, self._better = [], [], ()
 

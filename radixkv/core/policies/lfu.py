@@ -28,17 +28,21 @@ class LFUPolicy(RankedPolicy):
     name = "lfu"
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Count a use of the blocks hit."""
         put(self.rank, index, get(self.rank, index) + 1)
         fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
+        """Note the time of use; ties go by it."""
         fill(self.priority, index, now)
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """New blocks have one use."""
         fill(self.rank, index, 1)
         fill(self.priority, index, now)
 
     def on_replace(self, old: int, new: int) -> None:
+        """The fuller block takes over the uses of the one that goes."""
         self.rank[new] = self.rank[old]
 
 
@@ -68,26 +72,36 @@ class AgedLFUPolicy(RankedPolicy):
         self._uses: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Count a use of the blocks hit, and give them the key of now."""
         uses = get(self._uses, index) + 1
         put(self._uses, index, uses)
         put(self.rank, index, uses + self.age)
         fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
+        """Note the time of use; ties go by it."""
         fill(self.priority, index, now)
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """New blocks have one use, on top of the age."""
         fill(self._uses, index, 1)
         fill(self.rank, index, self.age + 1)
         fill(self.priority, index, now)
 
     def on_replace(self, old: int, new: int) -> None:
+        """The fuller block takes over the uses and the higher of the two keys."""
         self._uses[new] = self._uses[old]
         self.rank[new] = max(self.rank[old], self.rank[new])
 
     def on_evict(self, ids: BlockIds) -> None:
+        """Raise `age` to the highest key evicted."""
         self.age = max(self.age, int(self.rank[ids].max()))
 
     def check_all(self) -> None:
+        """Verify that no key is above `age` and the uses of its block. For tests.
+
+        Raises:
+            CacheCorruptionError: One is.
+        """
         if (self.rank > self.age + self._uses).any():
             raise CacheCorruptionError(f"lfu-aged: a key is above age {self.age} + uses")

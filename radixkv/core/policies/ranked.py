@@ -47,9 +47,11 @@ class RankedPolicy(PriorityPolicy):
         return (ranks > rank) | ((ranks == rank) & (self.priority[ids] > last))
 
     def file(self, leaf: Node, block: int) -> None:
+        """File a leaf under the value of its last block."""
         self._push((self.value(block), leaf.serial, leaf, block))
 
     def refile(self, leaf: Node, block: int) -> None:
+        """File a leaf anew if its last block or that block's value is another one now."""
         if leaf.entry[3] != block or leaf.entry[0] != self.value(block):
             self.unfile(leaf)
             self.file(leaf, block)
@@ -64,6 +66,11 @@ class RankedPolicy(PriorityPolicy):
         return max(1, int(above[::-1].argmax())) if above.any() else len(ids)
 
     def check(self, leaf: Node, block: int) -> None:
+        """Verify that a leaf is filed under the value of its last block.
+
+        Raises:
+            CacheCorruptionError: It is not.
+        """
         filed = leaf.entry[:2] + leaf.entry[3:]
         true = (self.value(block), leaf.serial, block)
         if filed != true or leaf.entry[2] is not leaf:

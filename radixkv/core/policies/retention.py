@@ -68,35 +68,43 @@ class RetentionPolicy(RankedPolicy):
         self._expiring: list[tuple[float, int]] = []
 
     def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the time from elsewhere, as a replay does."""
         self._clock = clock
         self._time = clock()
 
     def value(self, block: int) -> Value:
+        """Priority in effect (0 if it has expired) and last use of a block."""
         live = self._expires.item(block) > self._time
         return self.rank.item(block) if live else ORDINARY, self.priority.item(block)
 
     def above(self, ids: BlockIds, bound: Value) -> npt.NDArray[np.bool_]:
+        """Which of these blocks come after a leaf that is filed under `bound`."""
         rank, last = bound
         ranks = np.where(self._expires[ids] > self._time, self.rank[ids], ORDINARY)
         return (ranks > rank) | ((ranks == rank) & (self.priority[ids] > last))
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Note the time of use; the blocks hit are no longer one request's alone."""
         fill(self._is_own, index, False)
         fill(self.priority, index, now)
 
     def on_use(self, index: Index, now: int) -> None:
+        """Note the time of use."""
         fill(self.priority, index, now)
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """New blocks are one request's own, of priority 0 until `retain` says otherwise."""
         fill(self.rank, index, ORDINARY)
         fill(self._expires, index, NOTHING_SAID)
         fill(self._is_own, index, True)
         fill(self.priority, index, now)
 
     def on_share(self, index: Index) -> None:
+        """These blocks are no longer one request's alone."""
         fill(self._is_own, index, False)
 
     def on_replace(self, old: int, new: int) -> None:
+        """The fuller block takes over what lasts of the one that goes, as if it had been asked for."""
         # As if the new one were the old one, and had been asked for.
         now = max(self._time, self._clock())
         ends = self._expires.item(old), self._expires.item(new)
@@ -109,6 +117,7 @@ class RetentionPolicy(RankedPolicy):
         self._is_own[new] = False
 
     def retain(self, index: Index, retention: Retention) -> None:
+        """Raise, lengthen, or (for blocks of this request alone) set the priority of these blocks."""
         priority, now = retention.priority, max(self._time, self._clock())
         end = math.inf if retention.ttl is None else now + retention.ttl
         ranks, expires = get(self.rank, index), get(self._expires, index)
@@ -119,6 +128,7 @@ class RetentionPolicy(RankedPolicy):
         put(self._expires, index, np.where(takes, end, expires))
 
     def begin(self) -> None:
+        """See what time it is, and file anew the leaves whose last block has expired."""
         self._time = now = max(self._time, self._clock())
         expiring, mortal = self._expiring, self._mortal
         while expiring and expiring[0][0] <= now:
@@ -129,6 +139,7 @@ class RetentionPolicy(RankedPolicy):
                 self.refile(leaf, leaf.entry[3])
 
     def file(self, leaf: Node, block: int) -> None:
+        """File a leaf, and note when its last block expires."""
         super().file(leaf, block)
         end = self._expires.item(block)
         if self._time < end < math.inf:
@@ -139,9 +150,11 @@ class RetentionPolicy(RankedPolicy):
                 heapify(self._expiring)
 
     def unfile(self, leaf: Node) -> None:
+        """Take a leaf out."""
         self._mortal.pop(leaf.serial, None)
         super().unfile(leaf)
 
     def refile(self, leaf: Node, block: int) -> None:
+        """File a leaf anew, also where only the time of expiry is another one."""
         self.unfile(leaf)  # also if its value is the same: it may last longer now
         self.file(leaf, block)

@@ -65,38 +65,50 @@ class SLRUPolicy(RankedPolicy):
         self._leaves: dict[int, Node] = {}  # filed leaves by last block
 
     def on_request(self, index: Index, num_hit: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """Count a hit of each block, and protect those that have enough."""
         hits = get(self._hits, index) + 1
         put(self._hits, index, hits)
         self._protect(index, hits, now)
 
     def on_use(self, index: Index, now: int) -> None:
+        """Note the time of use, without counting a hit."""
         self._protect(index, get(self._hits, index), now)
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
+        """New blocks start on probation, without a hit."""
         fill(self._hits, index, 0)
         fill(self.rank, index, 0)
         fill(self.priority, index, now)
 
     def on_evict(self, ids: BlockIds) -> None:
+        """The blocks that go are not protected any more."""
         self._num_protected -= int(np.count_nonzero(self.rank[ids]))
         self.rank[ids] = 0
 
     on_drop = on_evict
 
     def on_replace(self, old: int, new: int) -> None:
+        """The fuller block takes over the hits of the one that goes."""
         self.on_drop(np.array([old], np.int32))
         self._hits[new] = hits = self._hits[old]
         self._protect([(new, new + 1)], np.array([hits]), self.priority.item(new))
 
     def file(self, leaf: Node, block: int) -> None:
+        """File a leaf, and note it by its last block."""
         super().file(leaf, block)
         self._leaves[block] = leaf
 
     def unfile(self, leaf: Node) -> None:
+        """Take a leaf out."""
         del self._leaves[leaf.entry[3]]
         super().unfile(leaf)
 
     def check_all(self) -> None:
+        """Verify the count of protected blocks, and that each is listed under its last use. For tests.
+
+        Raises:
+            CacheCorruptionError: The count is wrong or too high, or one is not listed.
+        """
         protected = np.flatnonzero(self.rank)
         if len(protected) != self._num_protected or self._num_protected > self._max_protected:
             raise CacheCorruptionError(

@@ -10,6 +10,7 @@ from radixkv.replay import OPTIMA, ReplayResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis
     from matplotlib.figure import Figure
 
 # Distinguishable in print and for the colour-blind (Okabe and Ito, 2008), and by their marks.
@@ -54,7 +55,8 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
     panel.set_ylim(0, top)
     panel.set_xlabel(f"capacity (blocks of {trace['block_size']} tokens)")
     panel.set_ylabel("hit rate = prefill skipped (%)")
-    _number(panel)
+    low, high = panel.get_xlim()
+    _number(panel.xaxis, high / low)
     if result.kv_size is not None:
         unit, unit_bytes = common_unit(row.capacity_bytes for row in result.results)
         size = result.kv_size.bytes_per_token * trace["block_size"] / unit_bytes
@@ -62,7 +64,7 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
         above.set_xlabel(
             f"{unit} of KV ({as_label(result.kv_size.name)}, {result.kv_size.dtype})", parse_math=False
         )
-        _number(above)
+        _number(above.xaxis, high / low)
     name = as_label(trace["name"].replace("\\", "/").rsplit("/", 1)[-1])
     title = f"{name}: {trace['requests']:,} requests, {trace['prompt_tokens']:,} tokens"
     panel.set_title(title, loc="left", fontsize=11, parse_math=False)
@@ -73,11 +75,10 @@ def _dress(panel: Axes, result: ReplayResult, top: float) -> None:
         text.set_parse_math(False)
 
 
-def _number(panel: Axes) -> None:
-    """Plain numbers below a logarithmic axis, and enough of them where it spans little."""
+def _number(axis: XAxis, span: float) -> None:
+    """Plain numbers along a logarithmic axis whose ends are a factor of `span` apart, and enough of them."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    low, high = panel.get_xlim()
-    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    panel.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if span < 1000 else (1,)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import pytest
 import radixkv
 from radixkv.cli import main
 from radixkv.cli import replay as replaying
-from radixkv.replay import simulate
+from radixkv.cli.replay_report import common_unit
+from radixkv.replay import reading, simulate
 
 ROOT = Path(radixkv.__file__).parents[1]
 RUN = [sys.executable, "-m", "radixkv", "replay"]
@@ -90,11 +92,77 @@ def test_table(trace, tmp_path, capsys):
     assert err == ""
     assert max(map(len, out.splitlines()[3:])) <= 100
     lru, optimal = simulate(trace, capacity=32, policy=["lru", "optimal"]).results
-    for part in ("60 requests", "64 bytes a token", "1.00 MiB", f"{lru.hit_tokens:,}", f"{lru.hit_rate:.1%}"):
+    for part in (
+        "60 requests",
+        "64 bytes a token",
+        "MiB",
+        "1.00",
+        f"{lru.hit_tokens:,}",
+        f"{lru.hit_rate:.1%}",
+    ):
         assert part in out
     assert f"{lru.share_of_optimum:.1%}" in out
     assert f"{optimal.hit_tokens:,}" in out
     assert "100.0%" in out
+
+
+def test_sizes_in_memory_have_one_unit(trace, tmp_path, capsys):
+    """So that a column can be compared at a glance, and the plot says the same."""
+    from radixkv.cli.replay_plot import draw
+
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 8 * 2**11}))
+    capacities = ["--capacity", "20", "--capacity", "40", "--capacity", "4000"]
+    assert main(["replay", str(trace), *capacities, "--model-config", str(tmp_path), "--policy", "lru"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.replace("┃", "│").split("│") for line in lines if line[:1] in ("│", "┃")]
+    assert [cells[3].strip() for cells in table[:2]] == ["Capacity", "GiB"]
+    sizes = [cells[3].strip() for cells in table[2:]]
+    result = simulate(trace, capacity=[20, 40, 4000], model_config=tmp_path / "config.json", policy="lru")
+    assert sizes == [
+        f"{r.capacity_bytes / 2**30:,.{d}f}" for r, d in zip(result.results, (2, 2, 0), strict=True)
+    ]
+    (panel,) = draw(result).get_axes()
+    assert panel.child_axes[0].get_xlabel().startswith("GiB of KV")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit"),
+    [
+        ([2**20, 5 * 2**40], ("MiB", 2**20)),
+        ([1000 * 2**20, None], ("GiB", 2**30)),
+        ([996 * 2**20], ("MiB", 2**20)),
+        ([31 * 2**30, 11_424 * 2**30], ("GiB", 2**30)),
+        ([3 * 2**40], ("TiB", 2**40)),
+        ([5], ("KiB", 2**10)),
+        ([], ("KiB", 2**10)),
+    ],
+)
+def test_the_unit_is_that_of_the_smallest(sizes, unit):
+    assert common_unit(sizes) == unit
+
+
+def test_a_log_gets_a_line_now_and_then(trace, capsys, monkeypatch):
+    clock = iter(range(0, 10**6, 4))
+    monkeypatch.setattr(replaying.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(reading, "_LOOK_EVERY", 10)
+    assert main(["replay", str(trace), "--policy", "lru", "--capacity", "20", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["trace"]["requests"] == 60
+    first, *others = err.splitlines()
+    assert re.fullmatch(r"radixkv: reading, 0 of 0 MiB \(\d+%\)", first)
+    assert re.fullmatch(r"radixkv: replaying, (\d+) of \1 requests \(100%\)", others[-1])
+
+
+def test_progress_of_what_has_no_known_length(capsys, monkeypatch):
+    clock = iter([0, 5, 11, 12, 30])
+    monkeypatch.setattr(replaying.time, "monotonic", lambda: next(clock))
+    lines = replaying._Lines()
+    for done in (1, 2, 3, 4):
+        lines.update("Reading", done * 2**30, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "radixkv: reading, 2,048 MiB",
+        "radixkv: reading, 4,096 MiB",
+    ]
 
 
 def test_tokens_by_a_table(tmp_path, capsys):
@@ -127,7 +195,7 @@ def test_what_the_plot_shows(trace):
         assert lines[policy].get_xdata().tolist() == [10, 20, 50]
         assert lines[policy].get_ydata().tolist() == [100 * row.hit_rate for row in rows]
     assert panel.get_xscale() == "log"
-    assert panel.child_axes[0].get_xlabel().startswith("GiB of KV")
+    assert panel.child_axes[0].get_xlabel().startswith("KiB of KV")
     top = panel.get_ylim()[1]
     assert top > 100 * max(row.hit_rate for row in result.results)
 

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 # Its answers are noise, but printable noise, which survives being put into the next prompt as text.
 _PRINTABLE = {ord("\n"), *range(ord(" "), ord("~") + 1)}
 _NUM_BYTES = 256
-_BOS = _NUM_BYTES
+_BOS, _PAD = _NUM_BYTES, _NUM_BYTES + 1
+_VOCAB = _NUM_BYTES + 2
 
 
 def make_tiny(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -24,7 +25,7 @@ def make_tiny_model(seed: int = 0) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=_NUM_BYTES + 1,
+        vocab_size=_VOCAB,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
@@ -35,18 +36,23 @@ def make_tiny_model(seed: int = 0) -> PreTrainedModel:
         initializer_range=0.2,
         bos_token_id=_BOS,
         eos_token_id=None,
-        pad_token_id=_BOS,
+        # Of its own: where padding looks like the start, `generate()` without a mask takes the start for padding.
+        pad_token_id=_PAD,
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers are theirs
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(torch.float32).eval()
     model.name_or_path = "tiny random Llama"
-    model.generation_config.suppress_tokens = sorted(set(range(_NUM_BYTES + 1)) - _PRINTABLE)
+    unprintable = sorted(set(range(_VOCAB)) - _PRINTABLE)
+    model.generation_config.suppress_tokens = unprintable
+    # And a loop that takes the largest logit itself, without `generate()`, answers the same.
+    with torch.no_grad():
+        model.lm_head.weight[unprintable] = 0
     return model
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Byte `b` is token `b`; a prompt starts with token 256."""
+    """Byte `b` is token `b`; a prompt starts with token 256, and is padded with token 257."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -58,14 +64,14 @@ def make_byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<bos>"])
+    tokenizer.add_special_tokens(["<bos>", "<pad>"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", _BOS)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
-        pad_token="<bos>",
+        pad_token="<pad>",
         model_input_names=["input_ids", "attention_mask"],  # version 4 would add token types
     )
 

@@ -42,3 +42,27 @@ def test_answers_are_printable_and_depend_on_the_prompt():
         assert tokenizer(text).input_ids[1:] == new
         answers.add(text)
     assert len(answers) == 2
+
+
+def test_what_a_loop_of_ones_own_answers_is_what_generate_answers():
+    """Padding is not the start, so no mask is needed, and the largest logit is that of a printable token."""
+    model, tokenizer = make_tiny()
+    texts = ["Good morning.", "What is the capital of France, and why?", "\n"]
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+        loop = ids
+        with torch.no_grad():
+            while loop.shape[1] < expected.shape[1]:
+                loop = torch.cat([loop, model(loop).logits[:, -1:].argmax(-1)], dim=1)
+        assert loop.tolist() == expected.tolist()
+    tokenizer.padding_side = "left"
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    assert batch.input_ids[0, 0] == tokenizer.pad_token_id != tokenizer.bos_token_id
+    together = model.generate(**batch, max_new_tokens=12, do_sample=False)
+    assert (
+        together[1].tolist()[-12:]
+        == model.generate(**tokenizer(texts[1], return_tensors="pt"), max_new_tokens=12, do_sample=False)[
+            0
+        ].tolist()[-12:]
+    )

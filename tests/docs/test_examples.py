@@ -51,6 +51,10 @@ def run(page: Path, line: int, code: str, names: dict) -> None:
 def test_page_runs(page, tiny_llama, tmp_path, monkeypatch):
     import torch
 
+    from radixkv.core import eviction
+
+    eviction.policy_names()  # loads them all; what a page registers is gone after it
+    monkeypatch.setattr(eviction, "_POLICIES", dict(eviction._POLICIES))
     monkeypatch.chdir(tmp_path)
     prompt = torch.randint(1, 256, (1, 100), generator=torch.Generator().manual_seed(0))
     names = {

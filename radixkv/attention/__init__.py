@@ -35,6 +35,9 @@ def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
             FlashInfer where it can be used and torch elsewhere; `backend_choice` says which, and why.
         device: Where the pool is.
 
+    Returns:
+        A new `AttentionBackend`, for one model.
+
     Raises:
         InvalidRequestError: There is no backend of that name, or it was asked for by name and cannot be used here.
     """

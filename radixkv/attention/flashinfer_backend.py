@@ -108,7 +108,7 @@ class FlashInferBackend:
     # -- what can be computed ---------------------------------------------------------------------------------
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """Why layers of that kind cannot be run, not even by the fallback; None if they can."""
+        """Why layers of the kind `spec` cannot be run, not even by the fallback; None if they can."""
         return None if self.fallback_reason(spec) is None else self.fallback.unsupported(spec)
 
     def fallback_reason(self, spec: AttentionSpec, dtype: torch.dtype | None = None) -> str | None:
@@ -122,7 +122,12 @@ class FlashInferBackend:
         return known if known is not None else self._reasons.get(spec)
 
     def kernel_modules(self, specs: Collection[AttentionSpec], dtype: torch.dtype) -> list[KernelModule]:
-        """The kernel modules that FlashInfer builds or loads for layers of these kinds."""
+        """The kernel modules that FlashInfer builds or loads for layers of these kinds.
+
+        Args:
+            specs: The kinds of layers.
+            dtype: Of queries, keys and values.
+        """
         return kernel_modules(specs, dtype, self._limits)
 
     @property
@@ -156,6 +161,10 @@ class FlashInferBackend:
 
         What only the tensors can tell, their dtype, is taken to be that of the last step; the kernels of a kind that
         was never run are planned in its first `run`.
+
+        Args:
+            batch: The step.
+            specs: The distinct kinds of layers that `run` will be called for.
         """
         self._forget()
         kinds = list(dict.fromkeys(specs))
@@ -229,7 +238,17 @@ class FlashInferBackend:
     def run(
         self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer; shapes as in `AttentionBackend.run`.
+        """Attention of one layer.
+
+        Args:
+            spec: One of the planned kinds.
+            query: `[T, num_heads, key_dim]`; this and the rest as in `AttentionBackend.run`.
+            keys: `[num_blocks, block_size, num_kv_heads, key_dim]`, the layer's pool.
+            values: The same with `value_dim`.
+            sinks: `[num_heads]`, or None.
+
+        Returns:
+            `[T, num_heads, value_dim]` in the dtype of `query`.
 
         Raises:
             InvalidRequestError: Not planned, or the tensors are not those of `spec` and the step.

@@ -158,7 +158,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """Why this backend cannot run layers of that kind; None if it can."""
+        """Why this backend cannot run layers of the kind `spec`; None if it can."""
 
     def plan(self, batch: AttentionBatch, specs: Collection[AttentionSpec]) -> None:
         """Prepare a step. The arrays of `batch` must not change until the last `run` of the step.

@@ -28,11 +28,15 @@ class ReferenceBackend:
         self._specs: frozenset[AttentionSpec] = frozenset()
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """None: the reference computes every kind."""
+        """None: the reference computes every kind of layer, whatever `spec` says."""
         return None
 
     def plan(self, batch: AttentionBatch, specs: Collection[AttentionSpec]) -> None:
         """Keep the step.
+
+        Args:
+            batch: The step.
+            specs: Not needed here.
 
         Raises:
             InvalidRequestError: The arrays of the batch contradict one another.
@@ -43,10 +47,20 @@ class ReferenceBackend:
     def run(
         self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer; shapes as in `AttentionBackend.run`.
+        """Attention of one layer.
+
+        Args:
+            spec: One of the planned kinds.
+            query: `[T, num_heads, key_dim]`; this and the rest as in `AttentionBackend.run`.
+            keys: `[num_blocks, block_size, num_kv_heads, key_dim]`, the layer's pool.
+            values: The same with `value_dim`.
+            sinks: `[num_heads]`, or None.
+
+        Returns:
+            `[T, num_heads, value_dim]` in the dtype of `query`.
 
         Raises:
-            InvalidRequestError: Not planned, or the shapes are not those of `spec` and the step.
+            InvalidRequestError: Not planned, or the tensors are not those of `spec` and the step.
         """
         batch = self._batch
         if batch is None or spec not in self._specs:

@@ -66,7 +66,7 @@ class TorchBackend:
         self._bands: dict[tuple[int | None, torch.dtype], Bands] = {}
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """None: every kind of layer is computed."""
+        """None: every kind of layer is computed, whatever `spec` says."""
         return None
 
     def plan(self, batch: AttentionBatch, specs: Collection[AttentionSpec]) -> None:
@@ -74,6 +74,10 @@ class TorchBackend:
 
         A step of decodes that follows the last one, with each context one token longer, takes its plan over and
         lets it grow.
+
+        Args:
+            batch: The step.
+            specs: The distinct kinds of layers that `run` will be called for.
         """
         # Whatever is raised below, no half of a plan stays.
         steps, self._steps = self._steps, None
@@ -97,7 +101,17 @@ class TorchBackend:
     def run(
         self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer; shapes as in `AttentionBackend.run`.
+        """Attention of one layer.
+
+        Args:
+            spec: One of the planned kinds.
+            query: `[T, num_heads, key_dim]`; this and the rest as in `AttentionBackend.run`.
+            keys: `[num_blocks, block_size, num_kv_heads, key_dim]`, the layer's pool.
+            values: The same with `value_dim`.
+            sinks: `[num_heads]`, or None.
+
+        Returns:
+            `[T, num_heads, value_dim]` in the dtype of `query`.
 
         Raises:
             InvalidRequestError: Not planned, or the tensors are not those of `spec` and the step.

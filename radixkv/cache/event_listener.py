@@ -35,8 +35,6 @@ _MOST_LABELS = 4096
 
 _log = logging.getLogger(__name__)
 
-_Told = list[KVCacheEvent]
-
 
 class Label(NamedTuple):
     """What a namespace is called in events; block hashes differ between namespaces whatever they are called.
@@ -180,11 +178,14 @@ class TreeEvents(TreeListener):
 
     # -- on the thread that fetches ----------------------------------------------------------------------------
 
-    def collect(self, newcomers: bool = False) -> Iterator[_Told]:
+    def collect(self, newcomers: bool = False) -> Iterator[list[KVCacheEvent]]:
         """Batches of events since the last time; an empty one stands for some that were lost.
 
         Args:
             newcomers: Some reader knows nothing yet: announce, after that, all that is cached.
+
+        Yields:
+            One batch after the other, each a list of `KVCacheEvent`.
         """
         cached: TreeCopy | None = None
         with self._tree.pool.lock:
@@ -317,9 +318,9 @@ class TreeEvents(TreeListener):
             parent = part[-1]
 
 
-def _batches(events: Iterable[KVCacheEvent]) -> Iterator[_Told]:
+def _batches(events: Iterable[KVCacheEvent]) -> Iterator[list[KVCacheEvent]]:
     """Events in groups of a bounded number of tokens."""
-    batch: _Told = []
+    batch: list[KVCacheEvent] = []
     num_tokens = 0
     for event in events:
         batch.append(event)
@@ -345,6 +346,9 @@ def label_of(namespace: bytes) -> Label:
 
     `None` is the base model without a salt; a plain `str` is a salt, as vLLM's `cache_salt`; `("lora", NAME)`
     is an adapter, and `("lora", NAME, SALT)` both. Anything else is a salt in its canonical form.
+
+    Args:
+        namespace: What `radixkv.core.canonical_namespace` gave.
     """
     parts = namespace_parts(namespace)
     match parts:

@@ -131,7 +131,14 @@ class KVEventStream:
         return self._publisher.closed
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until all that the cache did before is handed to ZeroMQ; False if that took too long."""
+        """Wait until all that the cache did before is handed to ZeroMQ.
+
+        Args:
+            timeout: Seconds to wait, at most.
+
+        Returns:
+            False if that took too long.
+        """
         return self._publisher.flush(timeout)
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ __all__ = ["Lease"]
 class Lease:
     """A prefix that stays cached until `release()`, or until its time is over; also a context manager.
 
+    Made by `PrefixCache.pin`.
+
     Attributes:
         num_tokens: Tokens pinned: the longest cached prefix of what was asked for.
         expired: Whether its time to live is over.
@@ -45,7 +47,7 @@ class Lease:
                 self._end()
 
     def end_after(self, seconds: float) -> None:
-        """Let it end by itself, whether or not somebody still has it."""
+        """Let it end by itself after so many `seconds`, whether or not somebody still has it."""
         timed = self._cache.timed_leases
         timed.add(self)  # which keeps it, where nobody else does
         try:

@@ -44,7 +44,7 @@ class KVSource(Protocol):
     first_position: int
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions `start..stop`: `[num_kv_heads, stop - start, dim]` each."""
+        """Keys and values of positions `start..stop` in `layer`: `[num_kv_heads, stop - start, dim]` each."""
 
 
 class PrefixCache:
@@ -66,6 +66,12 @@ class PrefixCache:
             a fifth of free host memory or half of free GPU memory.
         policy: Who is evicted first: the name of a policy (`radixkv.core.policy_names()`), its class, or one made
             for a pool of `num_blocks`.
+
+    Attributes:
+        layout: As given, or as read off the model.
+        pool: Its `BlockPool`.
+        tree: Its `RadixTree`.
+        store: Its `KVStore`.
 
     Raises:
         InvalidRequestError: An option makes no sense or the memory cannot be had; the message says which.
@@ -183,7 +189,20 @@ class PrefixCache:
     def attached(
         self, model: Any, namespace: Namespace = None, *, retention: Retention | None = None
     ) -> AbstractContextManager[PrefixCache]:
-        """`attach` for the length of a `with` block; the model is restored on exceptions, too."""
+        """`attach` for the length of a `with` block; the model is restored on exceptions, too.
+
+        Args:
+            model: As for `attach`, like the rest.
+            namespace: What must be equal, beside the tokens, for KV to be shared.
+            retention: How long to keep the blocks that these calls use.
+
+        Returns:
+            A context manager that gives the cache itself.
+
+        Raises:
+            InvalidRequestError: As `attach`.
+            UnsupportedModelError: As `attach`.
+        """
         self.tree.require_retention(retention)
         return Attached(self, self._need_plug(), model, namespace, retention)
 
@@ -217,7 +236,15 @@ class PrefixCache:
     # -- asking and steering --------------------------------------------------------------------------------
 
     def match_length(self, tokens: Any, namespace: Namespace = None) -> int:
-        """Leading tokens whose KV is cached. Changes nothing, not even recency."""
+        """Leading tokens whose KV is cached. Changes nothing, not even recency.
+
+        Args:
+            tokens: A prompt: list, array or tensor of one dimension.
+            namespace: As in `attach`.
+
+        Raises:
+            InvalidRequestError: These are no tokens, or that is no namespace.
+        """
         array = as_tokens(tokens)
         self._flush()
         with self._lock:
@@ -310,6 +337,9 @@ class PrefixCache:
         """The latest prompts of all calls, the newest last; `RequestStats.explain()` says why one hit or did not.
 
         The last 1,000 are kept, until `reset_stats()`.
+
+        Args:
+            num: How many, at most.
         """
         return self._recorder.recent_requests(num)
 
@@ -508,7 +538,11 @@ class PrefixCache:
             self._notes.bypassed(namespace, tokens)
 
     def release(self, match: Match) -> None:
-        """Give a match back."""
+        """Give a `match` of `lookup` back.
+
+        Raises:
+            InvalidRequestError: It was given back before.
+        """
         with self._lock:
             match.release()
 

@@ -137,7 +137,11 @@ class BlockPool:
         return counts
 
     def refcount(self, block: int) -> int:
-        """References on one block, the tree's included; 0 for a free one."""
+        """References on one `block`, the tree's included; 0 for a free one.
+
+        Raises:
+            InvalidRequestError: There is no such block.
+        """
         if not 0 <= block < self._num_blocks:
             raise InvalidRequestError(f"block {block} is not in [0, {self._num_blocks})")
         return self._state.item(block) >> 1
@@ -146,6 +150,9 @@ class BlockPool:
 
     def allocate(self, n: int) -> BlockIds:
         """Take `n` free blocks, each with one reference; ascending, and consecutive where possible.
+
+        Returns:
+            `int32[n]`, their ids.
 
         Raises:
             OutOfBlocksError: Fewer than `n` are free. Nothing is taken.
@@ -181,7 +188,10 @@ class BlockPool:
             return ids
 
     def retain(self, ids: BlockIdsLike) -> None:
-        """Add one reference to each block; an id that is named twice gets two.
+        """Add one reference to each block of `ids`; an id that is named twice gets two.
+
+        Args:
+            ids: One id, or any iterable or array of them.
 
         Raises:
             InvalidRequestError: An id is out of range or free. Nothing is changed.
@@ -203,9 +213,12 @@ class BlockPool:
                 self.check()
 
     def release(self, ids: BlockIdsLike) -> None:
-        """Give back one reference on each block; an id that is named twice gives back two.
+        """Give back one reference on each block of `ids`; an id that is named twice gives back two.
 
         Blocks whose last reference goes become free.
+
+        Args:
+            ids: One id, or any iterable or array of them.
 
         Raises:
             InvalidRequestError: An id is out of range, or more references would go than callers hold (the

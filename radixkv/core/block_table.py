@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class BlockCopy(NamedTuple):
-    """Copy the leading `num_rows` rows of block `src` to block `dst`, before anything else is written."""
+    """Copy the leading `num_rows` rows of block `src` to block `dst`, in every layer, before anything else is written.
+
+    Attributes:
+        src: Id of the block that others hold, too.
+        dst: Id of the block that the table names in its place.
+        num_rows: Rows (tokens) to copy, from row 0 on.
+    """
 
     src: int
     dst: int
@@ -65,6 +71,12 @@ class BlockTable:
 
         The tail of the match, if any, becomes the partly filled last block; being shared, it is copied by the
         first `append`.
+
+        Args:
+            match: From `RadixTree.match`; it counts as released afterwards.
+
+        Raises:
+            InvalidRequestError: Its references are gone already.
         """
         return cls(match.tree.pool, match.tree.block_size, match.take_all(), match.num_tokens)
 
@@ -138,14 +150,22 @@ class BlockTable:
         return todo
 
     def fork(self) -> BlockTable:
-        """A second table with the same tokens, sharing every block; room taken ahead is not shared."""
+        """A second table with the same tokens, sharing every block; room taken ahead is not shared.
+
+        Raises:
+            InvalidRequestError: This table was released already.
+        """
         self._require_alive()
         used = self._ids[: -(-self._num_tokens // self._block_size)]
         self._pool.retain(used)
         return BlockTable(self._pool, self._block_size, used, self._num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep only the first `num_tokens` tokens; blocks beyond, also those taken ahead, are released."""
+        """Keep only the first `num_tokens` tokens; blocks beyond, also those taken ahead, are released.
+
+        Raises:
+            InvalidRequestError: There are fewer tokens, or the table was released already.
+        """
         self._require_alive()
         if not 0 <= num_tokens <= self._num_tokens:
             raise InvalidRequestError(f"cannot truncate {self._num_tokens} tokens to {num_tokens}")
@@ -158,6 +178,12 @@ class BlockTable:
         """Take the table that `RadixTree.insert` returned for the leading blocks of this one.
 
         `insert` has moved the references already, so none are taken or given back here.
+
+        Args:
+            blocks: `InsertResult.blocks`.
+
+        Raises:
+            InvalidRequestError: They are more than this table has, or it was released already.
         """
         self._require_alive()
         ids = as_block_ids(blocks)
@@ -177,7 +203,13 @@ class BlockTable:
         self._num_blocks = self._num_tokens = 0
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """`int64[stop - start]`: where the tokens at positions `start` to `stop - 1` lie."""
+        """`int64[stop - start]`: where the tokens at positions `start` to `stop - 1` lie.
+
+        A slot is `block_id * block_size + offset`.
+
+        Raises:
+            InvalidRequestError: Some of these positions have no room in the table.
+        """
         if not 0 <= start <= stop <= self._num_tokens:
             raise InvalidRequestError(f"positions {start} to {stop} are not within {self._num_tokens} tokens")
         position = np.arange(start, stop, dtype=np.int64)

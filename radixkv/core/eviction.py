@@ -104,7 +104,7 @@ class EvictionPolicy(ABC):
         self.behind = -1
 
     def bind(self, block_size: int) -> None:
-        """The policy was given to a tree with blocks of so many tokens.
+        """The policy was given to a tree with blocks of `block_size` tokens.
 
         Raises:
             InvalidRequestError: It belongs to another tree.
@@ -127,7 +127,12 @@ class EvictionPolicy(ABC):
         """
 
     def on_use(self, index: Index, now: int) -> None:
-        """These blocks are in use again by a request that was counted by `on_request`, or are inserted again."""
+        """These blocks are in use again by a request that was counted by `on_request`, or are inserted again.
+
+        Args:
+            index: The blocks.
+            now: Logical time.
+        """
 
     def on_insert(self, index: Index, first: int, tokens: TokenArray, seed: int, now: int) -> None:
         """Blocks are cached now.
@@ -165,12 +170,19 @@ class EvictionPolicy(ABC):
         """The request of the last `on_request`, `on_use`, `on_insert` or `on_grow` says how long to keep these blocks.
 
         Called only if `retains`.
+
+        Args:
+            index: The blocks.
+            retention: What it says.
         """
 
     def on_share(self, index: Index) -> None:
         """These blocks are used by another request than the one that inserted them, without an `on_request` for it.
 
         It came back to them after a pause, or inserted duplicates of them.
+
+        Args:
+            index: The blocks.
         """
 
     def on_replace(self, old: int, new: int) -> None:
@@ -186,23 +198,31 @@ class EvictionPolicy(ABC):
         self.on_drop(np.array([old], np.int32))
 
     def on_evict(self, ids: BlockIds) -> None:
-        """These blocks, the last ones of one leaf, are being evicted. Called while the leaf is still filed."""
+        """These blocks, the last ones of one leaf, are being evicted. Called while the leaf is still filed.
+
+        Args:
+            ids: `int32[...]`, the blocks.
+        """
 
     def on_drop(self, ids: BlockIds) -> None:
-        """These blocks go, but not to make room: they were cleared, or replaced and nothing was taken over."""
+        """These blocks go, but not to make room: they were cleared, or replaced and nothing was taken over.
+
+        Args:
+            ids: `int32[...]`, the blocks.
+        """
 
     # -- the order of the leaves -----------------------------------------------------------------------------
 
     @abstractmethod
     def file(self, leaf: Node, block: int) -> None:
-        """Take up a leaf, which is not filed, by its last block."""
+        """Take up a `leaf`, which is not filed, by its last `block`."""
 
     @abstractmethod
     def unfile(self, leaf: Node) -> None:
-        """Take a filed leaf out."""
+        """Take a filed `leaf` out."""
 
     def refile(self, leaf: Node, block: int) -> None:
-        """File a filed leaf anew by what its last block, `block`, is now; called only if `eager`."""
+        """File a filed `leaf` anew by what its last block, `block`, is now; called only if `eager`."""
         self.unfile(leaf)
         self.file(leaf, block)
 
@@ -233,7 +253,7 @@ class EvictionPolicy(ABC):
         """Leaves that are filed."""
 
     def check(self, leaf: Node, block: int) -> None:
-        """Verify what is noted of a filed leaf.
+        """Verify what is noted of a filed `leaf`, whose last block is `block`.
 
         Raises:
             CacheCorruptionError: It is wrong; the message gives the values.
@@ -385,9 +405,12 @@ _POLICIES: dict[str, type[EvictionPolicy]] = {}
 
 
 def register_policy(policy: type[EvictionPolicy]) -> type[EvictionPolicy]:
-    """Make a policy known by its `name`; also a class decorator.
+    """Make a `policy` known by its `name`; also a class decorator.
 
     A class of the same module and qualified name as the one that is known takes its place: it was defined anew.
+
+    Returns:
+        The class itself.
 
     Raises:
         InvalidRequestError: Another class has that name.
@@ -408,7 +431,7 @@ def _load_all() -> None:
 
 
 def policy_names() -> list[str]:
-    """Names of all policies that are known, sorted."""
+    """Names of all policies that are known, sorted; those of `register_policy` among them."""
     _load_all()
     return sorted(_POLICIES)
 

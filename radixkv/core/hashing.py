@@ -30,6 +30,13 @@ class ContentHasher:
     therefore equal only if everything up to the end of the block is. They are the same on every machine.
 
     `update` hashes only blocks that became whole, so that a decode step costs at most one block.
+
+    Args:
+        block_size: Tokens in a block, at least 1.
+        namespace: What must be equal beside the tokens.
+
+    Raises:
+        InvalidRequestError: The block size or the namespace makes no sense.
     """
 
     def __init__(self, block_size: int, namespace: Namespace = None) -> None:
@@ -51,7 +58,7 @@ class ContentHasher:
         return len(self._digests) * self.block_size + len(self._pending)
 
     def update(self, tokens: Any) -> list[bytes]:
-        """Append tokens; the addresses of the blocks that became whole by it."""
+        """Append `tokens`; the addresses of the blocks that became whole by it, 16 bytes each."""
         array = as_tokens(tokens)
         if len(self._pending):
             array = np.concatenate((self._pending, array))
@@ -65,7 +72,19 @@ class ContentHasher:
 
 
 def content_hashes(tokens: Any, block_size: int, namespace: Namespace = None) -> list[bytes]:
-    """Content addresses of the whole blocks of `tokens`, 16 bytes each; see `ContentHasher`."""
+    """Content addresses of the whole blocks of some tokens; see `ContentHasher`.
+
+    Args:
+        tokens: Any tokens.
+        block_size: Tokens in a block, at least 1.
+        namespace: What must be equal beside the tokens.
+
+    Returns:
+        `len(tokens) // block_size` digests of 16 bytes.
+
+    Raises:
+        InvalidRequestError: Tokens, block size or namespace make no sense.
+    """
     return ContentHasher(block_size, namespace).update(tokens)
 
 

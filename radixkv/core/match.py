@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 class Tail(NamedTuple):
-    """A block of which only the leading rows match: copy them before writing behind them."""
+    """A block of which only the leading rows match: copy them before writing behind them.
+
+    Attributes:
+        block: Its id.
+        num_rows: Rows (tokens) that match, at least 1 and less than `block_size`.
+    """
 
     block: int
     num_rows: int

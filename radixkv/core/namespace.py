@@ -9,6 +9,7 @@ from typing import Any
 from radixkv.core.errors import InvalidRequestError
 
 Namespace = str | bytes | tuple[Any, ...] | None
+"""What must be equal, beside the tokens, for KV to be shared; tuples hold strings, bytes and such tuples."""
 
 DEFAULT_NAMESPACE = b""
 

@@ -210,12 +210,12 @@ class RadixTree(LinkedNodes):
     # -- watching --------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: TreeListener) -> None:
-        """Let an object hear of what happens from now on."""
+        """Let `listener` hear of what happens from now on."""
         with self._pool.lock:
             self._listeners = (*self._listeners, listener)
 
     def remove_listener(self, listener: TreeListener) -> None:
-        """Stop telling it; nothing happens if it does not listen."""
+        """Tell `listener` no more; nothing happens if it does not listen."""
         with self._pool.lock:
             self._listeners = tuple(known for known in self._listeners if known is not listener)
 
@@ -316,7 +316,7 @@ class RadixTree(LinkedNodes):
                 self._refile_tip(nodes[-1], held.item(-1))
 
     def require_retention(self, retention: Retention | None) -> None:
-        """Make sure that the policy takes this: None always goes.
+        """Make sure that the policy takes this `retention`: None always goes.
 
         Raises:
             InvalidRequestError: It is no `Retention`, or the policy keeps none.
@@ -338,7 +338,17 @@ class RadixTree(LinkedNodes):
     def match_length(
         self, tokens: Any, namespace: Namespace = b"", *, max_tokens: int | None = None, partial: bool = True
     ) -> int:
-        """How many leading tokens `match` would find. Changes nothing, not even recency."""
+        """How many leading tokens `match` would find. Changes nothing, not even recency.
+
+        Args:
+            tokens: As for `match`, like the rest.
+            namespace: What must be equal beside the tokens.
+            max_tokens: Upper limit of the hit.
+            partial: Count token by token; else whole blocks only.
+
+        Raises:
+            InvalidRequestError: Tokens, namespace or limit make no sense.
+        """
         array = to_int64(tokens)
         limit = len(array) if max_tokens is None else _limit(array, max_tokens)
         with self._pool.lock:
@@ -435,6 +445,9 @@ class RadixTree(LinkedNodes):
 
         Returns:
             Blocks freed: exactly `num_blocks`, or all evictable ones if there are fewer.
+
+        Raises:
+            InvalidRequestError: `num_blocks` is negative.
         """
         if num_blocks < 0:
             raise InvalidRequestError(f"cannot evict {num_blocks} blocks")
@@ -532,6 +545,9 @@ class RadixTree(LinkedNodes):
     def allocate(self, n: int) -> BlockIds:
         """`pool.allocate(n)`, after evicting what is missing.
 
+        Returns:
+            `int32[n]`, block ids; the caller holds one reference on each.
+
         Raises:
             OutOfBlocksError: Free and evictable blocks together are too few. Nothing is changed.
         """
@@ -570,6 +586,9 @@ class RadixTree(LinkedNodes):
 
     def clear_all(self, namespaces: Iterable[Namespace] | None = None) -> int:
         """Drop everything of several namespaces, or of all (None); all or nothing.
+
+        Args:
+            namespaces: Which ones.
 
         Returns:
             Blocks freed.
@@ -701,7 +720,15 @@ class RadixTree(LinkedNodes):
             )
 
     def content_hashes(self, tokens: Any, namespace: Namespace = b"") -> list[bytes]:
-        """Chained 128-bit content addresses of the whole blocks of `tokens`; see `ContentHasher`."""
+        """Chained 128-bit content addresses of the whole blocks of `tokens`, cached or not; see `ContentHasher`.
+
+        Args:
+            tokens: Any tokens.
+            namespace: What must be equal beside the tokens.
+
+        Returns:
+            `len(tokens) // block_size` digests of 16 bytes.
+        """
         return hashing.content_hashes(tokens, self._block_size, namespace)
 
     def check(self) -> None:

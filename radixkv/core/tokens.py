@@ -61,6 +61,9 @@ def as_tokens(tokens: Any) -> TokenArray:
         tokens: List, tuple, range, numpy array, torch tensor (any integer dtype, any device), buffer, or
             anything else that numpy can read as integers.
 
+    Returns:
+        `int64[num_tokens]`.
+
     Raises:
         InvalidRequestError: Not one-dimensional, not integers, negative, or beyond int64.
     """

@@ -413,8 +413,14 @@ class Engine:
 
         Its sequences end with `finish_reason="abort"`, which the next `step()` reports.
 
+        Args:
+            rid: Its name, as `add_request` returned it.
+
         Returns:
             Whether it was there; False if it is unknown or finished already.
+
+        Raises:
+            InvalidRequestError: Another thread is at work.
         """
         with self._door.enter(reentrant=True):
             record = self._desk.records.get(rid)
@@ -467,6 +473,12 @@ class Engine:
         retention: Retention | None = None,
     ) -> OutputStream:
         """Complete one prompt token by token, while other requests go on.
+
+        Args:
+            prompt: Text, token ids, or a chat.
+            sampling: How to complete it; None is greedy.
+            namespace: What must be equal, beside the tokens, for KV to be shared.
+            retention: As in `generate`.
 
         Returns:
             An iterator over `TokenOutput`. Closing it, or dropping it, aborts the request.

@@ -37,7 +37,7 @@ class OutputStream(Iterator[TokenOutput]):
         return self.inbox.popleft()
 
     def close(self) -> None:
-        """Abort the request, if it is not finished."""
+        """Abort the request, if it is not finished. Twice is once."""
         if not self._closed:
             self._abort(self.inbox)
             self._closed = True

@@ -38,7 +38,7 @@ class HistogramStats:
 
     @property
     def mean(self) -> float:
-        """0.0 without values."""
+        """Mean of all values; 0.0 without values."""
         return self.total / self.count if self.count else 0.0
 
     def __sub__(self, earlier: HistogramStats) -> HistogramStats:

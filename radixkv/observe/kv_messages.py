@@ -103,6 +103,7 @@ DIALECTS = {
         Dialect("array", positional=True, replay_topic=False, hashes="uint64"),
     )
 }
+"""The dialects by name: `"vllm"`, `"sglang"` and `"array"`."""
 
 Hashes = Callable[[Sequence[bytes]], list[Hash]]
 
@@ -123,6 +124,9 @@ def external_hashes(form: str) -> Hashes:
     Args:
         form: `"uint64"` or `"int64"`: their last 64 bits as a number, big-endian; `"bytes"`: all of them.
 
+    Returns:
+        A function that takes the addresses of some blocks and returns what stands for them in an event.
+
     Raises:
         ValueError: Another form was asked for.
     """
@@ -132,7 +136,7 @@ def external_hashes(form: str) -> Hashes:
 
 
 def pick_dialect(name: str) -> Dialect:
-    """The dialect of that name.
+    """The dialect of a `name` (a key of `DIALECTS`).
 
     Raises:
         ValueError: There is none.

@@ -131,7 +131,7 @@ class KVEventPublisher:
         return self._sender.stopping
 
     def publish(self, events: Sequence[KVCacheEvent]) -> bool:
-        """Queue one batch; never blocks, and after `close()` does nothing.
+        """Queue one batch of `events`; never blocks, and after `close()` does nothing.
 
         Returns:
             False if it was dropped, because the queue is full or the publisher closed.
@@ -143,7 +143,14 @@ class KVEventPublisher:
         self._sender.ring()
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until all that was published before is handed to ZeroMQ; False if that took too long, or fails."""
+        """Wait until all that was published before is handed to ZeroMQ.
+
+        Args:
+            timeout: Seconds to wait, at most.
+
+        Returns:
+            False if that took too long, or fails.
+        """
         return self._sender.flush(timeout)
 
     def close(self, timeout: float = 3.0) -> bool:

@@ -24,8 +24,8 @@ from radixkv.observe.kv_messages import Dialect, KVCacheEvent, encode_batch
 
 __all__ = ["EventSource", "Kept", "Sender", "Sockets", "senders"]
 
-# Given whether a reader came who knows nothing yet, yields batches. Called on the thread of the publisher.
 EventSource = Callable[[bool], Iterable[Sequence[KVCacheEvent]]]
+"""Gives batches of events; told whether a reader came who knows nothing yet. Called on the publisher's thread."""
 
 _log = logging.getLogger(__name__)
 

@@ -223,7 +223,11 @@ def register(
 
 
 def unregister(registration: Registration) -> None:
-    """`registration.unregister()`."""
+    """The same as `registration.unregister()`.
+
+    Args:
+        registration: What `register` returned.
+    """
     registration.unregister()
 
 

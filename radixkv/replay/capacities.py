@@ -86,6 +86,9 @@ def ladder(fewest: int, most: int) -> list[int]:
     Args:
         fewest: Blocks of the longest request: a cache must hold that.
         most: Blocks of a cache that never evicts.
+
+    Returns:
+        Blocks, ascending.
     """
     rungs = []
     power = 1

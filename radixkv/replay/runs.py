@@ -17,8 +17,9 @@ from radixkv.replay.trace import Request, Trace
 
 __all__ = ["OPTIMA", "OPTIMAL", "OPTIMAL_PIN", "Policy", "Run", "run", "run_unlimited"]
 
-#: The optimum while the running request takes no room, and while it takes as much as in any cache.
-OPTIMAL, OPTIMAL_PIN = OPTIMA = ("optimal", "optimal-pin")
+OPTIMA = ("optimal", "optimal-pin")
+"""Names of the optimum: while the running request takes no room, and while it takes as much as in any cache."""
+OPTIMAL, OPTIMAL_PIN = OPTIMA
 
 #: A policy by name, or what makes one for a pool of so many blocks, such as its class.
 Policy = str | Callable[[int], EvictionPolicy]

@@ -98,11 +98,11 @@ class Trace:
         return BlockPaths(tokens, self.block_size, leave_one=True)
 
     def blocks_of(self, request: Request) -> int:
-        """Blocks that a request fills."""
+        """Blocks that a `request` fills, a partly filled one included."""
         return -(-request.num_tokens // self.block_size)
 
     def require_room(self, num_blocks: int) -> None:
-        """Make sure that every request fits into so many blocks.
+        """Make sure that every request fits into `num_blocks` blocks.
 
         Raises:
             InvalidRequestError: One does not; the message names its line and what it needs.
@@ -117,7 +117,7 @@ class Trace:
             )
 
     def fitting(self, num_blocks: int) -> Trace:
-        """This trace without the requests that do not fit into so many blocks; they count as skipped.
+        """This trace without the requests that do not fit into `num_blocks` blocks; they count as skipped.
 
         Raises:
             InvalidRequestError: None fits.

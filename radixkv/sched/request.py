@@ -82,6 +82,9 @@ class Request:
     def set_namespace(self, namespace: Namespace) -> None:
         """Look for its prefix elsewhere from now on.
 
+        Args:
+            namespace: Where.
+
         Raises:
             InvalidRequestError: That is no namespace.
         """
@@ -99,7 +102,7 @@ class Request:
 
 
 class Sequence:
-    """One stream of tokens: a prompt and what was generated behind it.
+    """One stream of tokens: a prompt and what was generated behind it. Made by `Scheduler.add` and `Scheduler.fork`.
 
     *Computed* tokens are those whose KV is written. While a sequence decodes, all but the last token are.
 

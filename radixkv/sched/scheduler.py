@@ -38,12 +38,6 @@ class Scheduler:
     and samples; `complete` takes the sampled tokens, and publishes the KV that was written. If something went wrong
     in between, `fail` puts everything back. One step is out at a time.
 
-        scheduler.add(prompt, max_new_tokens=16)
-        while scheduler.has_unfinished:
-            step = scheduler.schedule()
-            ...
-            scheduler.complete(step, tokens)
-
     Running sequences decode first, then prompts go on, then others are admitted, all in order of arrival. A prompt
     gets all its blocks when it is admitted, and is computed in chunks within the budget of tokens.
 
@@ -143,7 +137,7 @@ class Scheduler:
         return self._books.counters.recomputed_tokens
 
     def sequence(self, row: int) -> Sequence:
-        """The sequence that has this row.
+        """The sequence that has this `row`.
 
         Raises:
             InvalidRequestError: No sequence has it.
@@ -154,7 +148,7 @@ class Scheduler:
         return seq
 
     def request(self, rid: Hashable) -> Request:
-        """The unfinished request of that name.
+        """The unfinished request of the name `rid`.
 
         Raises:
             InvalidRequestError: There is none.
@@ -230,6 +224,9 @@ class Scheduler:
 
         While a step is out that it takes part in, they are given back when that step is complete or failed.
 
+        Args:
+            rid: Its name.
+
         Returns:
             Whether there was an unfinished request of that name.
         """
@@ -250,6 +247,10 @@ class Scheduler:
         For a sequence whose computation failed. Of those that wait to fork from it (`Step.sequences_of`), if they
         are not dropped before, one takes its place.
 
+        Args:
+            seq: The sequence.
+            reason: What its `finish_reason` will be.
+
         Raises:
             InvalidRequestError: It is finished already.
         """
@@ -261,6 +262,10 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence between two steps; what it has computed stays cached.
+
+        Args:
+            seq: The sequence.
+            reason: What its `finish_reason` will be.
 
         Raises:
             InvalidRequestError: It is finished already, or a step is out.
@@ -278,6 +283,9 @@ class Scheduler:
         If it runs, so does its fork. They share all blocks, a partly filled last one too, which the first of them
         that writes to it copies. If it has not computed its known tokens yet, the fork waits for that. The fork of
         one that waits, or is swapped out, waits by itself, and finds what is cached by then.
+
+        Args:
+            seq: The sequence to fork.
 
         Raises:
             InvalidRequestError: No row is free, it is finished, or a step is out.
@@ -394,6 +402,9 @@ class Scheduler:
 
         Two things stand, because they need no step: sequences that were preempted by recompute, and those that
         ended with "capacity".
+
+        Args:
+            step: What `schedule` returned.
 
         Raises:
             InvalidRequestError: It is not the step that is out.

@@ -118,11 +118,11 @@ class Step:
         return self.plan.finished
 
     def has_row(self, row: int) -> bool:
-        """Whether the sequence of that row is in this step."""
+        """Whether the sequence of that `row` is in this step."""
         return bool((self.rows == row).any())
 
     def select(self, entry: int) -> Step:
-        """One entry of this step as a step of its own, without moves: to find out which of them a model fails on."""
+        """One `entry` of this step as a step of its own, without moves: to find out which of them a model fails on."""
         start, stop = self.query_starts[entry], self.query_starts[entry + 1]
         only, tokens = slice(entry, entry + 1), slice(start, stop)
         return Step(
@@ -141,7 +141,7 @@ class Step:
         )
 
     def sequences_of(self, entry: int) -> list[Sequence]:
-        """The sequence that an entry computes, behind those that wait to fork from it."""
+        """The sequence that an `entry` computes, behind those that wait to fork from it."""
         if entry < self.num_decodes:
             return [self.plan.sampling_seqs[entry]]
         seq = self.plan.chunks[entry - self.num_decodes].seq

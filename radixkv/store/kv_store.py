@@ -37,15 +37,26 @@ class SlotRuns:
 class KVStore:
     """Keys and values of `num_blocks` blocks, for every layer of a model.
 
-    `keys[i]` is `[num_blocks, block_size, num_kv_heads, key_dim]` and `values[i]` the same with `value_dim`
-    (FlashInfer's NHD page layout); both are None for layers without KV. The store knows neither tokens
-    nor references: who may touch a block is the business of `BlockPool`.
+    The layout is FlashInfer's NHD page layout. The store knows neither tokens nor references: who may touch a block
+    is the business of `BlockPool`.
 
-    Behind them lies one more block, the *scratch block*, which is in nobody's books: computations of a fixed shape
-    write there what belongs nowhere. `keys_and_scratch[i]` and `values_and_scratch[i]` are the same memory with it.
+    Behind the blocks lies one more, the *scratch block*, which is in nobody's books: computations of a fixed shape
+    write there what belongs nowhere.
+
+    Args:
+        layout: The layers.
+        num_blocks: Blocks, at least 1.
+        block_size: Tokens in a block, at least 1.
+
+    Attributes:
+        keys: One tensor `[num_blocks, block_size, num_kv_heads, key_dim]` a layer, in the layout's dtype and on its
+            device; None for a layer without KV.
+        values: The same with `value_dim`.
+        keys_and_scratch: The same memory as `keys`, with the scratch block: `[num_blocks + 1, ...]`.
+        values_and_scratch: The same of `values`.
 
     Raises:
-        InvalidRequestError: The device cannot give that much memory.
+        InvalidRequestError: A size is below 1, or the device cannot give that much memory.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int) -> None:
@@ -99,6 +110,9 @@ class KVStore:
             blocks: int32 `[num_blocks_of_sequence]`.
             start: First token, counted from the start of the sequence.
             stop: One past the last token.
+
+        Raises:
+            InvalidRequestError: The table does not have all of these tokens.
         """
         if not 0 <= start <= stop <= len(blocks) * self.block_size:
             raise InvalidRequestError(
@@ -134,6 +148,9 @@ class KVStore:
             where: From `locate`.
             key_out: `[num_kv_heads, where.num_tokens, key_dim]`, written in place; may be a strided view.
             value_out: The same with `value_dim`.
+
+        Raises:
+            InvalidRequestError: The layer keeps no KV of its own.
         """
         for pool, out in (
             (self._flat(self.keys, layer), key_out),
@@ -148,7 +165,17 @@ class KVStore:
                 done += length
 
     def write(self, layer: int, where: SlotRuns, keys: Tensor, values: Tensor) -> None:
-        """Copy rows of one layer into the store; shapes as in `read`."""
+        """Copy rows of one layer into the store.
+
+        Args:
+            layer: Layer index.
+            where: From `locate`.
+            keys: `[num_kv_heads, where.num_tokens, key_dim]`.
+            values: The same with `value_dim`.
+
+        Raises:
+            InvalidRequestError: The layer keeps no KV of its own.
+        """
         for pool, rows in ((self._flat(self.keys, layer), keys), (self._flat(self.values, layer), values)):
             if where.index is not None:
                 pool.index_copy_(0, where.index, rows.transpose(0, 1))
@@ -164,6 +191,9 @@ class KVStore:
         Args:
             sources: int32 `[n]`.
             targets: int32 `[n]`, distinct.
+
+        Raises:
+            InvalidRequestError: The ids make no sense; nothing is copied.
         """
         source_ids, target_ids = as_moves("copy_blocks", sources, targets, self.num_blocks, self.num_blocks)
         if np.isin(target_ids, source_ids).any():

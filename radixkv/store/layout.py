@@ -49,6 +49,9 @@ class KVLayout:
             share the KV of an earlier one).
         dtype: Element type of K and V.
         device: Where they live.
+
+    Raises:
+        InvalidRequestError: No layer keeps KV.
     """
 
     layers: tuple[LayerLayout | None, ...]
@@ -70,7 +73,19 @@ class KVLayout:
         device: torch.device | str = "cpu",
         windows: Sequence[int | None] | None = None,
     ) -> KVLayout:
-        """The usual case: every layer alike, but for its window."""
+        """The usual case: every layer alike, but for its window.
+
+        Args:
+            num_layers: Layers of the model.
+            num_kv_heads: Heads of K and V in each.
+            head_dim: Size of one head, of keys and of values.
+            dtype: Element type.
+            device: Where the KV lives.
+            windows: The window of each layer, None for full attention; None: no layer has one.
+
+        Raises:
+            InvalidRequestError: The number of windows is not that of the layers.
+        """
         kinds = windows if windows is not None else [None] * num_layers
         layers = tuple(LayerLayout(num_kv_heads, head_dim, head_dim, window) for window in kinds)
         if len(layers) != num_layers:

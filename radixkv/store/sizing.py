@@ -30,7 +30,12 @@ _CGROUP_FILES = (
 
 
 def parse_memory(memory: str | int | float, free: int) -> int:
-    """Turn `"2GiB"`, a number of bytes, or a fraction of `free` (a float up to 1.0) into bytes.
+    """Turn a size in words into bytes.
+
+    Args:
+        memory: Text such as `"2GiB"` (1024) or `"2GB"` (1000), a number of bytes (an int), or a share of `free` (a
+            float up to 1.0).
+        free: Bytes that are free.
 
     Raises:
         InvalidRequestError: It is none of these, or not positive.
@@ -66,7 +71,11 @@ def format_bytes(size: int) -> str:
 
 
 def free_memory_bytes(device: torch.device | str) -> int:
-    """Bytes that can still be had on `device`; on the CPU the container's limit counts too."""
+    """Bytes that can still be had on a device.
+
+    Args:
+        device: On the CPU, the limit of the container (cgroup) counts too.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -89,9 +98,15 @@ def pick_num_blocks(
     num_tokens: int | None = None,
     memory: str | int | float | None = None,
 ) -> int:
-    """How many blocks of `layout` to allocate. At most one of the three sizes may be given.
+    """How many blocks of a layout to allocate. At most one of the three sizes may be given.
 
-    With none of them, `DEFAULT_FRACTION` of the device's free memory is taken.
+    Args:
+        layout: Of the model.
+        block_size: Tokens in a block.
+        num_blocks: The size in blocks, or
+        num_tokens: in tokens, rounded up to whole blocks, or
+        memory: in memory, as `parse_memory` takes it. With none of the three, a fifth of free host memory or half of
+            free GPU memory.
 
     Raises:
         InvalidRequestError: Sizes contradict each other, are not positive, hold not even one block, or

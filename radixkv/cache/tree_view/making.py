@@ -21,7 +21,7 @@ __all__ = ["ViewOptions", "make_view", "tree_view"]
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """What a view shows and how; see `tree_view`.
+    """What a view shows and how: the keyword arguments of `tree_view`, with the same names and defaults.
 
     Raises:
         InvalidRequestError: An option makes no sense; the message says which.

@@ -54,7 +54,7 @@ class Snapshot:
 
 
 def take_snapshot(tree: RadixTree) -> Snapshot:
-    """Copy a tree, under its lock: requests of other threads wait meanwhile."""
+    """Copy a `tree`, under its lock: requests of other threads wait meanwhile, in proportion to the nodes."""
     pool = tree.pool
     with pool.lock:
         nodes = copy_tree(tree)

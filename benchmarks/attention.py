@@ -262,7 +262,7 @@ def compare_planning(args: Any, report: Report, shape: Shape) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser((__doc__ or "").split("\n")[0], rounds=9)
+    made = parser((__doc__ or "").split("\n")[0], rounds=9, clock=True)
     made.add_argument("--only", metavar="WORD", help="only cases whose name holds this")
     args = start(made, argv)
     window = 16 if args.tiny else 512

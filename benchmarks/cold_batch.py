@@ -6,7 +6,6 @@ repetition of the cache between them is not timed). Plain `generate()` computes 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from common import (
     plain_twin,
     same_tokens,
     start,
+    timed,
 )
 from transformers import DynamicCache
 
@@ -45,9 +45,7 @@ class Floor:
             past = cache_of(
                 self.model(self.batch[:1, : self.shared], use_cache=True, logits_to_keep=1, **cache)
             )
-            begin = time.perf_counter()
-            past.batch_repeat_interleave(self.batch.shape[0])
-            self.outside_ms = (time.perf_counter() - begin) * 1e3
+            self.outside_ms, _ = timed(lambda: past.batch_repeat_interleave(self.batch.shape[0]))
             out = self.model(
                 self.batch[:, self.shared :], use_cache=True, logits_to_keep=1, **{self.keyword: past}
             )
@@ -55,7 +53,7 @@ class Floor:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser((__doc__ or "").split("\n")[0], rounds=5)
+    made = parser((__doc__ or "").split("\n")[0], rounds=5, clock=True)
     args = start(made, argv)
     rows, shared, own = (8, 512, 32) if not args.tiny else (3, 24, 6)
     model = gemma(args)

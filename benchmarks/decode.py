@@ -62,7 +62,7 @@ def compare(args: Any, report: Report, name: str, model: Any, context: int, batc
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser((__doc__ or "").split("\n")[0], rounds=15)
+    made = parser((__doc__ or "").split("\n")[0], rounds=15, clock=True)
     made.add_argument("--tokens", type=int, default=8, help="tokens decoded at a time")
     made.add_argument("--only", choices=["gemma", "llama"], help="one of the models")
     args = start(made, argv)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import commit, gemma, ids, make_cache, parser, plain_twin, start
+from common import gemma, header, ids, make_cache, parser, plain_twin, start
 
 MIB = 2**20
 
@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     cache = make_cache(model, 2 * (length + new))
     prompt = ids(model, length, 0)
     longer = torch.cat([prompt, ids(model, new, 1)], dim=1)
-    results: dict[str, Any] = {"commit": commit(), "pool_bytes": cache.memory_bytes}
-    print(f"pool: {cache.num_blocks} blocks of {cache.block_size} tokens, {cache.memory_bytes / MIB:.1f} MiB")
+    results: dict[str, Any] = {**header("memory", args), "pool_bytes": cache.memory_bytes}
+    print(
+        f"\npool: {cache.num_blocks} blocks of {cache.block_size} tokens, {cache.memory_bytes / MIB:.1f} MiB"
+    )
 
     def run(m: Any, batch: torch.Tensor) -> Any:
         return m.generate(batch, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)

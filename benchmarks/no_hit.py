@@ -57,7 +57,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser((__doc__ or "").split("\n")[0], rounds=15)
+    made = parser((__doc__ or "").split("\n")[0], rounds=15, clock=True)
     made.add_argument("--only", choices=["gemma", "llama"], help="one of the models")
     args = start(made, argv)
     length, new = (512, 16) if not args.tiny else (24, 4)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import commit, gemma, ids, llama, make_cache, parser, plain_twin, start
+from common import gemma, header, ids, llama, make_cache, parser, plain_twin, start
 
 
 def measure(model: Any, prompts: int, length: int, cuts: Sequence[int], new: int) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def measure(model: Any, prompts: int, length: int, cuts: Sequence[int], new: int
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser((__doc__ or "").split("\n")[0], rounds=2)
     args = start(made, argv)
-    results: dict[str, Any] = {"commit": commit()}
+    results: dict[str, Any] = header("numbers", args, dtype="float32 and bfloat16")
     print(
-        f"{'model':<28} {'cases':>5} {'largest difference':>18} {'spread':>7} {'greedy differs':>14}  gaps there"
+        f"\n{'model':<28} {'cases':>5} {'largest difference':>18} {'spread':>7} {'greedy differs':>14}  gaps there"
     )
     for name, make, length, cuts in (
         ("Gemma 3 270M", gemma, 640, (100, 300, 512, 600, 639)),

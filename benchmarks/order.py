@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from common import commit, cpu_name
 
 from radixkv.core import BlockPool, RadixTree
 from radixkv.sched import Scheduler, SchedulerConfig
@@ -127,6 +128,8 @@ def main():
     parser.add_argument("--json", help="write the figures there too")
     args = parser.parse_args()
     rows = []
+    header = {"commit": commit(), "cpu": cpu_name(), "seed": args.seed, "share": args.share}
+    print(", ".join(f"{key} {value}" for key, value in header.items()) + "\n")
     print(
         f"{'workload':<16} {'arrival':<9} {'order':<22} {'hit rate':>8} {'of best':>8} {'of ideal':>8} "
         f"{'steps':>6} {'wait':>6} {'longest':>8} {'us/step':>8}"
@@ -176,9 +179,7 @@ def main():
                     flush=True,
                 )
     if args.json:
-        Path(args.json).write_text(
-            json.dumps({"seed": args.seed, "share": args.share, "rows": rows}, indent=2) + "\n"
-        )
+        Path(args.json).write_text(json.dumps({**header, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from common import commit
 
 from radixkv.cache.tree_view import ViewOptions, make_view, take_snapshot, tree_view
 from radixkv.core import BlockPool, RadixTree
@@ -60,7 +61,8 @@ def main() -> None:
     args = parser.parse_args()
     tree = filled(args.nodes)
     print(
-        f"Python {platform.python_version()}, numpy {np.__version__}, {tree}, {tree.num_cached_tokens:,} tokens"
+        f"commit {commit()}, Python {platform.python_version()}, numpy {np.__version__}, {tree}, "
+        f"{tree.num_cached_tokens:,} tokens"
     )
 
     rows: list[tuple[str, float, str]] = []

@@ -146,7 +146,7 @@ def branching(args: Any, report: Report, model: Any, plain: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser((__doc__ or "").split("\n")[0], rounds=15)
+    made = parser((__doc__ or "").split("\n")[0], rounds=15, clock=True)
     made.add_argument(
         "--cold-rounds", type=int, default=3, help="rounds against plain generate(), which is slow"
     )

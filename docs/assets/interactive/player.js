@@ -9,7 +9,7 @@
  *       {name: "mode", label: "Preemption", kind: "radio", value: "swap", choices: [["swap", "Swap"], ["drop", "Drop"]]},
  *       {name: "scene", label: "Example", kind: "select", value: "chat", choices: [["chat", "A chat"]]},
  *       {name: "keep", label: "Keep cached", kind: "check", value: true},
- *     ],
+ *     ],                                            // `restarts: true` in one: back to step 0 when it is changed
  *     numSteps: (values) => 61,                     // how many states there are: steps 0 to 60
  *     draw: (values, step) => {},                   // draw this state; called once at the start, and at each change
  *     marks: (values) => [{step: 7, label: "request 2 joins", kind: "join"}],    // optional: seen below the slider
@@ -202,7 +202,7 @@
     optionsHere.setAttribute("role", "group");
     optionsHere.setAttribute("aria-label", "What to play");
     for (const option of options) {
-      const [built, show] = KINDS[option.kind].build(option, (value) => player.set({[option.name]: value}));
+      const [built, show] = KINDS[option.kind].build(option, (value) => player.set({[option.name]: value}, option.restarts ? 0 : state.step));
       built.dataset.option = option.name;
       shown[option.name] = show;
       optionsHere.append(built);

@@ -518,6 +518,70 @@ def test_threads_do_not_meet() -> None:
     books(cache)
 
 
+@pytest.mark.parametrize("arch", MAIN_ARCHS)
+def test_two_caches_on_one_model(arch: str) -> None:
+    """Attached in turn, sessions of both at once, and one cache attached while a session of the other is open."""
+    model = tiny(arch)
+    reference = twin(model)
+    one, two = paged(model, num_blocks=96), paged(model, num_blocks=96)
+    ids, keyword = prompt(30), cache_keyword(model)
+    expected = greedy(reference, ids, 6)
+    for _ in range(2):
+        for cache in (one, two):
+            with cache.attached(model):
+                same(greedy(model, ids, 6), expected)
+    wanted = reference(ids).logits[:, -1]
+    with torch.no_grad(), one.session(ids) as first, two.session(ids) as second:
+        for past in (first, second):  # turn by turn: each forward reads the pool of its own cache
+            assert past.num_cached_tokens == 29
+            close(model(ids[:, 29:], **{keyword: past}).logits[:, -1], wanted)
+        with two.attached(model):
+            same(greedy(model, ids, 6), expected)
+        more = prompt(1, seed=5)
+        after = reference(join(ids, more)).logits[:, -1]
+        for past in (second, first):
+            close(model(more, **{keyword: past}).logits[:, -1], after)
+    for cache in (one, two):
+        stays(cache)
+        books(cache)
+
+
+def test_retention_of_paged_sessions() -> None:
+    model = tiny()
+    reference = twin(model)
+    cache = paged(model, num_blocks=24, policy="priority")
+    kept = prompt(30)
+    with cache.attached(model, retention=radixkv.Retention(priority=90)):
+        greedy(model, kept, 2)
+    with cache.attached(model):
+        for seed in range(1, 12):
+            ids = prompt(30, seed)
+            same(greedy(model, ids, 4), greedy(reference, ids, 4))
+        assert cache.match_length(kept[0]) >= 30
+        same(greedy(model, kept, 4), greedy(reference, kept, 4))
+    stays(cache)
+    books(cache)
+
+
+def test_frequencies_that_depend_on_the_length() -> None:
+    """Short and long prompts around the length at which longrope changes its factors."""
+    half = tiny("phi3").config.hidden_size // tiny("phi3").config.num_attention_heads // 2
+    rope = dict(rope_type="longrope", short_factor=[1.0] * half, long_factor=[4.0] * half)
+    try:
+        model = tiny(
+            "phi3", rope_scaling=rope, original_max_position_embeddings=40, max_position_embeddings=160
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        pytest.skip(f"this version of transformers makes no such model: {error!r}")
+    reference = twin(model)
+    cache = paged(model, num_blocks=96)
+    with cache.attached(model):
+        for size in (20, 36, 60, 20, 36, 60, 38):
+            ids = prompt(size)
+            same(greedy(model, ids, 6), greedy(reference, ids, 6))
+    books(cache)
+
+
 # ------------------------------------------------------------------------------------------ the choice
 
 

@@ -417,6 +417,7 @@ STATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("arch", ["llama_gqa", "gpt2"])
 @pytest.mark.parametrize("attach_to", ["the inner model", "the peft model"])
 def test_adapters_switched_between_calls(arch: str, attach_to: str) -> None:
@@ -443,6 +444,7 @@ def test_adapters_switched_between_calls(arch: str, attach_to: str) -> None:
     books(cache)
 
 
+@both_ways
 def test_disable_adapter_as_a_context() -> None:
     wrapped = with_adapters(tiny())
     inner = wrapped.get_base_model()
@@ -461,6 +463,7 @@ def test_disable_adapter_as_a_context() -> None:
     books(cache)
 
 
+@both_ways
 def test_merge_and_unmerge() -> None:
     wrapped = with_adapters(tiny())
     inner = wrapped.get_base_model()
@@ -483,6 +486,7 @@ def test_merge_and_unmerge() -> None:
     books(cache)
 
 
+@both_ways
 def test_the_scaling_and_the_weights_of_an_adapter() -> None:
     wrapped = with_adapters(tiny())
     inner = wrapped.get_base_model()
@@ -517,6 +521,7 @@ def test_the_scaling_and_the_weights_of_an_adapter() -> None:
     assert len(set(answers)) == 3
 
 
+@both_ways
 @pytest.mark.parametrize("arch", MAIN_ARCHS)
 def test_two_models_with_two_caches(arch: str) -> None:
     """The same ids in two models at once: nothing is shared between caches."""

@@ -1,7 +1,8 @@
 """Every Python block in the docs and the README runs, and prints what it says it prints.
 
 The blocks of one page share their names, in order. A comment that starts with `#>` is a line that the
-code before it prints; `...` in it stands for anything. A block fenced as `{.python .no-run}` is skipped.
+code before it prints; `...` in it stands for anything. A block fenced as `{.python .no-run}` is skipped. What a block
+loads from the hub by the Auto classes is the demo's tiny model and its tokenizer.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ def run(page: Path, line: int, code: str, names: dict) -> None:
 )
 def test_page_runs(page, tiny_llama, tmp_path, monkeypatch):
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from radixkv.core import eviction
+    from radixkv.demo.tiny import make_byte_tokenizer, make_tiny_model
 
     eviction.policy_names()  # loads them all; what a page registers is gone after it
     monkeypatch.setattr(eviction, "_POLICIES", dict(eviction._POLICIES))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: make_tiny_model())
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: make_byte_tokenizer())
     monkeypatch.chdir(tmp_path)
     prompt = torch.randint(1, 256, (1, 100), generator=torch.Generator().manual_seed(0))
     names = {

@@ -283,13 +283,17 @@ class Run:
 
     def _cut(self, before: State, blocks: tuple[int, ...], gone: set[int]) -> say.Cut:
         """Words of the evicted blocks of a leaf, how many these are, and how many were left of it until then."""
-        for node in before.nodes:
-            if set(blocks) <= set(node.blocks):
-                sequence = self._sequences()[node.request]
-                at = node.start + node.blocks.index(blocks[0]) * BLOCK_SIZE
-                end = min(node.end, at + len(blocks) * BLOCK_SIZE)
-                return sequence[at:end], len(blocks), len(set(node.blocks) - gone)
-        raise AssertionError(f"{blocks} were of no one node before")
+        # More than one node if the upper was left with one child while this eviction went on: the two became one.
+        hit = [
+            node
+            for node in before.nodes
+            if not gone.issuperset(node.blocks) and set(blocks) & set(node.blocks)
+        ]
+        first, last = hit[0], hit[-1]
+        at = first.start + first.blocks.index(blocks[0]) * BLOCK_SIZE
+        end = min(last.end, at + len(blocks) * BLOCK_SIZE)
+        had = sum(len(set(node.blocks) - gone) for node in hit)
+        return self._sequences()[last.request][at:end], len(blocks), had
 
     def _look(self, number: int) -> State:
         tree, pool = self._tree, self._pool

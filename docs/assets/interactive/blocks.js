@@ -216,6 +216,7 @@
       const [first, second] = saidOf(request, seen);
       said.replaceChildren(element("b", {text: first}), element("small", {text: second}));
       row.className = `rkb-row rkb-row--${STATES[seen.state].toLowerCase().replace(" ", "-")}`;
+      row.classList.toggle("rkb-row--none", !seen.table.length && !seen.host.length);
       cells.forEach((cell, logical) => drawEntry(cell, request, logical, seen, blocks));
     });
     if (!part("tables").querySelector('td[tabindex="0"].rkb-entry--full')) giveTabStop(part("tables"), ".rkb-entry");

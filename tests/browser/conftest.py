@@ -45,7 +45,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built strictly; once, though several workers ask for it. `RADIXKV_SITE` names one that is built."""
     if built := os.environ.get("RADIXKV_SITE"):
         return Path(built).resolve()
-    shared = tmp_path_factory.getbasetemp().parent
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = (
+            shared.parent
+        )  # of this run; without workers the parent is that of all runs, with their old sites
     folder = shared / "site"
     with FileLock(shared / "site.lock"):
         if not (folder / "done").exists():

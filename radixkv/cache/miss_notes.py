@@ -18,7 +18,7 @@ from radixkv.core.hashing import namespace_seed
 from radixkv.core.listener import TreeListener
 from radixkv.core.namespace import namespace_text
 from radixkv.core.tokens import TokenArray
-from radixkv.observe.requests import MissNote
+from radixkv.observe.requests import OTHER_CIRCUMSTANCES, MissNote
 
 __all__ = ["MissNotes", "readable"]
 
@@ -143,7 +143,7 @@ class MissNotes(TreeListener):
             return MissNote(num_hit, reason)
         seen_in = readable(other.user)
         if other.user == name.user:
-            seen_in += ", under other weights, adapters or settings of the model"
+            seen_in += OTHER_CIRCUMSTANCES
         return MissNote(num_hit, reason, seen_in)
 
     def on_stored(

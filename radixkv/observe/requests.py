@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["MISS_REASONS", "MissNote", "RequestStats"]
+__all__ = ["MISS_REASONS", "OTHER_CIRCUMSTANCES", "MissNote", "RequestStats"]
 
 MISS_REASONS = {
     "never_seen": "was never cached before",
@@ -19,6 +19,9 @@ MISS_REASONS = {
     "unused": "was cached, but taking it was not worth its cost in this call",
 }
 """Why a position is not served from the cache, as the end of a sentence that starts with the position."""
+
+OTHER_CIRCUMSTANCES = ", under other weights, adapters or settings of the model"
+"""End of `seen_in` where the namespace is the prompt's own."""
 
 
 class MissNote(NamedTuple):
@@ -104,10 +107,12 @@ class RequestStats:
             hit += f", {more} of which another prompt of the same batch computed"
         why = MISS_REASONS[self.miss_reason]
         if self.seen_in is not None:
-            where = (
-                "the default namespace" if self.seen_in == "None" else f"another namespace: {self.seen_in}"
-            )
-            why = f"was cached in {where}"
+            if self.seen_in.endswith(OTHER_CIRCUMSTANCES):
+                why = f"was cached{OTHER_CIRCUMSTANCES[1:]}"
+            elif self.seen_in == "None":
+                why = "was cached in the default namespace"
+            else:
+                why = f"was cached in another namespace: {self.seen_in}"
         return f"{hit}; position {self.diverged_at} on {why}"
 
     def to_dict(self) -> dict[str, Any]:

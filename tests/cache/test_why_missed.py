@@ -106,6 +106,8 @@ def test_other_weights(cache: Any, model: Any) -> None:
     record = ask(cache, model)
     assert reason(record) == (0, "other_namespace")
     assert record.seen_in == "None, under other weights, adapters or settings of the model"
+    said = "position 0 on was cached under other weights, adapters or settings of the model"
+    assert record.explain().endswith(said)
 
 
 def test_bypassed(cache: Any, model: Any) -> None:

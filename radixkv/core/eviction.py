@@ -277,7 +277,8 @@ class PriorityPolicy(EvictionPolicy):
     Costs: filing and cutting are logarithmic in the number of leaves, amortised.
 
     Attributes:
-        priority: `int64[num_blocks]` or `float64[num_blocks]`, meaningful for cached blocks.
+        priority: `dtype[num_blocks]`, meaningful for cached blocks.
+        dtype: Of the priorities, set by a class: int64, the default, or float64.
     """
 
     dtype: ClassVar[type] = np.int64

@@ -47,9 +47,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(built).resolve()
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = (
-            shared.parent
-        )  # of this run; without workers the parent is that of all runs, with their old sites
+        # That of this run; without workers the parent is that of all runs, with their old sites.
+        shared = shared.parent
     folder = shared / "site"
     with FileLock(shared / "site.lock"):
         if not (folder / "done").exists():

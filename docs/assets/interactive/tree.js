@@ -157,15 +157,21 @@
   const LOCK = "M-3 -1v-1.6a3 3 0 0 1 6 0V-1M-4 -1h8v5.6h-8z";
   const panel = at("tree");
   const svg = put(panel, "svg", {role: "img", class: "rkt-svg"});
+  let wide = panel.clientWidth; // asked for once: each time costs a layout
   const defs = put(svg, "defs");
   const hatch = put(defs, "pattern", {id: "rkt-hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse",
     patternTransform: "rotate(45)"});
   put(hatch, "rect", {width: 1.4, height: 5, class: "rkt-hatch"});
   const linkLayer = put(svg, "g");
+  const litLayer = put(svg, "g"); // above the other links
   const nodeLayer = put(svg, "g");
   const blockLayer = put(svg, "g");
   let blockShapes = new Map();
   let nodeShapes = new Map();
+
+  const ruler = document.createElement("canvas").getContext("2d");
+  ruler.font = `600 10.5px ${getComputedStyle(svg).fontFamily}`;
+  const widthOf = kept((word) => ruler.measureText(word).width);
 
   function drawBlock(group, {id, words, rows, pinned, mark, width, slot}) {
     group.replaceChildren();
@@ -191,7 +197,7 @@
       }
       const word = put(group, "text", {class: i < rows ? "rkt-word rkt-word--hit" : "rkt-word",
         x: x + slot / 2 - 0.5, y: height / 2 + 3.5}, words[i]);
-      if (words[i].length * 6.4 > slot - 2) {
+      if (widthOf(words[i]) > slot - 3) {
         word.setAttribute("textLength", slot - 3);
         word.setAttribute("lengthAdjust", "spacingAndGlyphs");
       }
@@ -208,7 +214,7 @@
   function drawTree(values, steps, number, still) {
     const step = steps[number];
     const {nodes, refs} = shownNodes(steps, number);
-    const room = panel.clientWidth - 2;
+    const room = wide;
     const layout = layoutOf(nodes, room);
     const {boxes, slot, down} = layout;
     const height = heightOf(keyOf(values), steps, room);
@@ -227,6 +233,7 @@
     blockShapes = new Map();
     nodeShapes = new Map();
     linkLayer.replaceChildren();
+    litLayer.replaceChildren();
 
     if (!down) {
       put(linkLayer, "text", {class: "rkt-root", transform: `translate(12 ${TOP + CAPTION + 26}) rotate(-90)`}, "root");
@@ -279,26 +286,22 @@
   }
 
   function drawLink(node, box, parent, lit, down, split) {
-    const y = box.y + CAPTION + ROW / 2 - 1;
-    let d, x = 0, middle = y;
+    const y = box.y + CAPTION + ROW / 2 - 1, to = box.x - 4;
+    const cut = split.length > 0 && node.blocks[0] === split[1]; // where one edge became two
+    let d;
     if (down) {
       if (!parent) return;
-      x = parent.x + 3;
-      const from = parent.y + parent.height;
-      d = `M${x} ${from}V${y}H${box.x - 4}`;
-      middle = y - 8;
-      x += 14;
+      d = `M${parent.x + 3} ${parent.y + parent.height}V${y}H${to}`;
     } else {
-      const from = parent ? [parent.x + parent.width - SIGN + 4, parent.y + CAPTION + ROW / 2 - 1] : [16, TOP + CAPTION + ROW / 2 - 1];
-      const to = box.x - 4;
-      x = to - 14;
-      d = `M${from[0]} ${from[1]}H${x - 6}${y === from[1] ? "" : `V${y}`}H${to}`;
+      const fromX = parent ? parent.x + parent.width - SIGN + 4 : 16;
+      const fromY = (parent ? parent.y : TOP) + CAPTION + ROW / 2 - 1;
+      d = `M${fromX} ${fromY}H${to - 20}V${y}H${to}`;
     }
-    put(linkLayer, "path", {class: lit ? "rkt-link rkt-link--lit" : "rkt-link", d});
-    if (split.length && node.blocks[0] === split[1]) {
-      put(linkLayer, "text", {class: "rkt-split", x: down ? x : x - 6, y: middle - 5}, "split");
-      put(linkLayer, "path", {class: "rkt-splitmark", d: `M${(down ? x - 7 : x - 8)} ${middle - 4}l6 8m0 -8l-6 8`});
-    }
+    put(lit ? litLayer : linkLayer, "path", {class: lit ? "rkt-link rkt-link--lit" : "rkt-link", d});
+    if (!cut) return;
+    put(litLayer, "path", {class: "rkt-splitmark", d: `M${to - (down ? 7 : 13)} ${y - 5}v10m4 -10v10`});
+    put(litLayer, "text", {class: "rkt-split", x: down ? box.x + box.width - SIGN - 12 : to - 10,
+      y: down ? box.y + CAPTION - 6 : y - 8}, "split");
   }
 
   /** The same as a nested list. */
@@ -447,11 +450,11 @@
   function markEvent(number) {
     let current = null;
     for (const [step, button] of eventItems) {
-      button.removeAttribute("aria-current");
       button.classList.toggle("rkt-ahead", step > number);
       if (step <= number) current = button;
     }
-    if (!current) return;
+    if (!current || current.hasAttribute("aria-current")) return;
+    at("events").querySelector("[aria-current]")?.removeAttribute("aria-current");
     current.setAttribute("aria-current", "step");
     // Only the list scrolls, never the page.
     const box = at("events");
@@ -525,7 +528,6 @@
     part.addEventListener("pointerleave", point);
   }
 
-  let wide = panel.clientWidth;
   new ResizeObserver(() => {
     if (panel.clientWidth === wide) return;
     wide = panel.clientWidth;

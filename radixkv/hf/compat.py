@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from radixkv.core.errors import UnsupportedModelError
 
 try:
@@ -27,8 +29,13 @@ __all__ = [
     "install_layers",
     "is_fresh_dynamic",
     "layer_window",
+    "not_traced",
     "text_config",
 ]
+
+# For a model that was compiled in part, or in place. What we do around a forward and in a layer's update looks up
+# trees, locks and times: traced by dynamo, it would be guarded and compiled anew for each call. About 1 us a call.
+not_traced = torch.compiler.disable
 
 # `crop(n)` once took the new length; since `is_croppable` exists it takes minus the tokens to remove.
 CROP_ZERO_REMOVES_NOTHING = hasattr(DynamicLayer, "is_croppable")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from radixkv.core.errors import InvalidRequestError
-from radixkv.hf.compat import CROP_ZERO_REMOVES_NOTHING, CacheLayerMixin
+from radixkv.hf.compat import CROP_ZERO_REMOVES_NOTHING, CacheLayerMixin, not_traced
 from radixkv.store.layout import LayerLayout
 
 __all__ = ["Book", "RowsLayer", "SessionLayer", "without_gradient"]
@@ -164,6 +164,7 @@ class SessionLayer(_AttentionLayer):
         with torch.inference_mode(False):
             return torch.empty(rows, self.shape.num_kv_heads, room, dim, dtype=dtype, device=device)
 
+    @not_traced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, q, dim]`; returns views of all keys and values that the queries may see."""
         if self.ended:
@@ -364,6 +365,7 @@ class RowsLayer(_AttentionLayer):
     def _seen(self, first: int) -> tuple[Tensor, Tensor]:
         return self.parent.view(self.rows, max(first, self.origin), self.origin + self.length)
 
+    @not_traced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write new keys and values into the parent's rows; all that the queries see comes back."""
         start = self.origin + self.length

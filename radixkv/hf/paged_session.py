@@ -26,6 +26,7 @@ from radixkv.core.block_states import BlockIds
 from radixkv.core.block_table import BlockCopy, BlockTable
 from radixkv.core.errors import InvalidRequestError, OutOfBlocksError
 from radixkv.core.match import Match
+from radixkv.hf.compat import not_traced
 from radixkv.hf.layers import SessionLayer
 from radixkv.hf.paged import PoolWriter
 from radixkv.hf.paged_session_step import PagedAttention, SessionStep, StepPlaces
@@ -348,6 +349,7 @@ class PagedLayer(SessionLayer):
         """Rows held; 0 before there are any."""
         return self.pages.num_rows if self.pages.live else super().num_rows
 
+    @not_traced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, q, dim]`; what was appended comes back, since attention reads the pool."""
         if self.ended:
@@ -414,6 +416,7 @@ class PagedRowsLayer(StepLayer):
         self.step = step
         self.index = index
 
+    @not_traced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write `[batch, heads, q, dim]` to the pool; what was written comes back."""
         self.step.write(self.index, key_states, value_states)

@@ -38,7 +38,7 @@ from radixkv.hf.calls import (
     read_prompt,
     trimmed,
 )
-from radixkv.hf.compat import ForwardCall, bare_cache, install_layers, text_config
+from radixkv.hf.compat import ForwardCall, bare_cache, install_layers, not_traced, text_config
 from radixkv.hf.explicit import ExplicitSession, SessionCache
 from radixkv.hf.fill import Filler
 from radixkv.hf.flops import prefill_cost
@@ -370,11 +370,13 @@ class HFPlug:
         """Whether radixkv itself makes this thread's forward: none of the hooks' business."""
         return self._fill.running or in_own_forward()
 
+    @not_traced
     def _enter_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._stand_aside:
             self._abandon()
             self._here.outer = (args, kwargs)
 
+    @not_traced
     def _leave_model(self, *_: Any) -> None:
         if not self._stand_aside:
             self._here.outer = None
@@ -404,6 +406,7 @@ class HFPlug:
         if self._here.underway is not None and not self._stand_aside and not is_running(self.base):
             self._abandon()
 
+    @not_traced
     def _end_attention(self, *_: Any) -> None:
         """Whatever became of this thread's forward, it does not attend over the pool any more."""
         underway = self._here.underway
@@ -412,6 +415,7 @@ class HFPlug:
 
     # -- the hooks on the base model ------------------------------------------------------------------------
 
+    @not_traced
     def _before_base(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -438,6 +442,7 @@ class HFPlug:
         edited = self._begin(call, outer)
         return None if edited is None else ((), edited)
 
+    @not_traced
     def _after_base(self, module: Any, args: Any, output: Any) -> None:
         if self._stand_aside or module is not self.base:
             return

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from radixkv.cache.locking import InterruptsHeld
 from radixkv.core.errors import UnsupportedModelError
+from radixkv.hf.compat import not_traced
 from radixkv.hf.support import base_of
 
 __all__ = ["AttentionCall", "Diversion", "Routing", "attention_configs", "attention_name", "plain_mask"]
@@ -83,6 +84,7 @@ def _name_for(original: str) -> str:
         return _names[original]
 
 
+@not_traced
 def _attention(
     original: str, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
@@ -91,6 +93,7 @@ def _attention(
     return call.plain() if diverted is None else diverted.attend(call)
 
 
+@not_traced
 def _mask(original: str, *args: Any, **kwargs: Any) -> Any:
     diverted = _current.get()
     return plain_mask(original, args, kwargs) if diverted is None else diverted.mask(original, args, kwargs)

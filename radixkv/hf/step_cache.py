@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from radixkv.core.errors import InvalidRequestError
-from radixkv.hf.compat import CacheLayerMixin
+from radixkv.hf.compat import CacheLayerMixin, not_traced
 
 __all__ = ["FlatLayer", "StepCache", "StepLayer"]
 
@@ -109,6 +109,7 @@ class FlatLayer(StepLayer):
         """The columns of the step itself, from 0."""
         return (int(query.shape[0]) if isinstance(query, torch.Tensor) else int(query)), 0
 
+    @not_traced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Hand `[1, heads, T, dim]` to the pool; they come back as they are."""
         self.write(self.index, key_states, value_states)

@@ -348,7 +348,7 @@ def test_the_page_links_to_the_moments_that_it_names(shipped: dict[Key, list[Ste
     chat = steps["a chat that goes on"]
     assert chat["act"] == "match"
     assert chat["hit"] >= 16
-    assert "duplicate" in steps["two requests that computed the same"]["text"]
+    assert "duplicate" in steps["a block that two requests computed"]["text"]
     assert len(links) == 4
 
 

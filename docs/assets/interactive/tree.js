@@ -94,11 +94,17 @@
 
   // -- where the boxes stand ----------------------------------------------------------------------------------
 
-  const ROW = 21, CAPTION = 15, BADGE = 30, SIGN = 14, SLOT = 45, GAP = 28, APART = 9, TOP = 6;
+  const ROW = 21, CAPTION = 15, BADGE = 33, SIGN = 14, SLOT = 45, ROOMY = 60, GAP = 28, APART = 9, TOP = 6;
+
+  const depthsOf = (nodes) => {
+    const depth = [];
+    nodes.forEach((node, i) => { depth[i] = node.parent < 0 ? 0 : depth[node.parent] + 1; });
+    return depth;
+  };
 
   /** Left to right: children beside their parent, the first of them at its height. */
-  function acrossLayout(nodes) {
-    const width = BADGE + SIZE * SLOT + SIGN;
+  function acrossLayout(nodes, slot) {
+    const width = BADGE + SIZE * slot + SIGN;
     const boxes = nodes.map(() => null);
     const below = (parent, x, y) => {
       let bottom = y;
@@ -113,15 +119,12 @@
     };
     const height = below(-1, 26, TOP);
     const right = Math.max(0, ...boxes.map((box) => box.x + box.width));
-    return {boxes, slot: SLOT, width: right + 4, height, down: false};
+    return {boxes, slot, width: right + 4, height, down: false};
   }
 
   /** Top to bottom, for narrow screens: children below their parent, a little further in. */
-  function downLayout(nodes, room) {
-    const depth = nodes.map(() => 0);
-    nodes.forEach((node, i) => { if (node.parent >= 0) depth[i] = depth[node.parent] + 1; });
-    const inner = room - 8 - 14 * Math.max(3, ...depth);
-    const slot = Math.floor((inner - BADGE - SIGN) / SIZE);
+  function downLayout(nodes, slot, room) {
+    const depth = depthsOf(nodes);
     let y = TOP;
     const boxes = nodes.map((node, i) => {
       const box = {x: 8 + 14 * depth[i], y, width: BADGE + SIZE * slot + SIGN,
@@ -132,7 +135,7 @@
     return {boxes, slot, width: room, height: y, down: true};
   }
 
-  const layoutOf = (nodes, room) => (room < 560 ? downLayout(nodes, room) : acrossLayout(nodes));
+  const layoutOf = (nodes, slot, room) => (room < 560 ? downLayout(nodes, slot, room) : acrossLayout(nodes, slot));
 
   /** The nodes that a step shows: an eviction is shown on the tree that it is taken from. */
   function shownNodes(steps, number) {
@@ -141,15 +144,21 @@
     return evicts ? steps[number - 1].state : step.state;
   }
 
-  /** Room for all steps of a run, so that the page stands still while it plays. */
-  const heights = new Map();
-  function heightOf(key, steps, room) {
-    const name = `${key} ${room < 560 ? room : "wide"}`;
-    if (!heights.has(name)) {
-      const states = new Set(steps.map((_, i) => shownNodes(steps, i)));
-      heights.set(name, Math.max(...[...states].map(({nodes}) => layoutOf(nodes, room).height)));
+  /** Width of a word, and height of the drawing, for all steps of a run: the page stands still while it plays. */
+  const fits = new Map();
+  function fitOf(key, steps, room) {
+    const name = `${key} ${room}`;
+    if (!fits.has(name)) {
+      const trees = [...new Set(steps.map((_, i) => shownNodes(steps, i)))].map(({nodes}) => nodes);
+      const deepest = Math.max(...trees.flatMap(depthsOf));
+      const fixed = BADGE + SIGN;
+      const slot = room < 560
+        ? Math.floor((room - 12 - 14 * deepest - fixed) / SIZE)
+        : Math.floor(((room - 30 + GAP) / (deepest + 1) - GAP - fixed) / SIZE);
+      const used = Math.max(room < 560 ? 0 : SLOT, Math.min(slot, ROOMY));
+      fits.set(name, {slot: used, height: Math.max(...trees.map((nodes) => layoutOf(nodes, used, room).height))});
     }
-    return heights.get(name);
+    return fits.get(name);
   }
 
   // -- the tree -----------------------------------------------------------------------------------------------
@@ -170,7 +179,7 @@
   let nodeShapes = new Map();
 
   const ruler = document.createElement("canvas").getContext("2d");
-  ruler.font = `600 10.5px ${getComputedStyle(svg).fontFamily}`;
+  ruler.font = `600 11.5px ${getComputedStyle(svg).fontFamily}`;
   const widthOf = kept((word) => ruler.measureText(word).width);
 
   function drawBlock(group, {id, words, rows, pinned, mark, width, slot}) {
@@ -182,9 +191,9 @@
     put(group, "rect", {class: "rkt-row", width: width - SIGN, height, rx: 3});
     put(group, "rect", {class: "rkt-badge", width: BADGE - 3, height, rx: 3});
     if (pinned) {
-      put(group, "path", {class: "rkt-lock", d: LOCK, transform: `translate(8 ${height / 2 - 1})`});
+      put(group, "path", {class: "rkt-lock", d: LOCK, transform: `translate(7.5 ${height / 2 - 1.5})`});
     }
-    put(group, "text", {class: "rkt-id", x: pinned ? 19 : (BADGE - 3) / 2, y: height / 2 + 4}, id);
+    put(group, "text", {class: "rkt-id", x: pinned ? 21.5 : (BADGE - 3) / 2, y: height / 2 + 4}, id);
     for (let i = 0; i < SIZE; i++) {
       const x = BADGE + i * slot;
       if (i >= words.length) {
@@ -215,11 +224,12 @@
     const step = steps[number];
     const {nodes, refs} = shownNodes(steps, number);
     const room = wide;
-    const layout = layoutOf(nodes, room);
-    const {boxes, slot, down} = layout;
-    const height = heightOf(keyOf(values), steps, room);
+    const {slot, height} = fitOf(keyOf(values), steps, room);
+    const layout = layoutOf(nodes, slot, room);
+    const {boxes, down} = layout;
     const width = Math.max(layout.width, room);
     svg.classList.toggle("rkt-still", still);
+    svg.classList.toggle("rkt-roomy", slot >= 54);
     // Deep trees shrink a little before they scroll.
     const scale = Math.max(0.8, Math.min(1, room / width));
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -408,10 +418,10 @@
     }
   }
 
-  function drawCounters(step, steps, number) {
+  function drawCounters(step, steps, number, still) {
     for (const cell of root.querySelectorAll("[data-counter]")) {
       const value = String(step.state.counters[cell.dataset.counter]);
-      cell.classList.toggle("rkt-changed", cell.textContent !== "" && cell.textContent !== value);
+      cell.classList.toggle("rkt-changed", !still && cell.textContent !== value);
       cell.textContent = value;
     }
     at("sent").textContent = steps.slice(0, number + 1).filter(({act}) => act === ACT.match).length;
@@ -477,7 +487,7 @@
     listTree(values, nodes, step, shownNodes(steps, number).refs);
     drawPool(step);
     drawRunning(step);
-    drawCounters(step, steps, number);
+    drawCounters(step, steps, number, still);
     at("event").textContent = step.text;
     listEvents(values, steps);
     markEvent(number);

@@ -1,0 +1,506 @@
+"""The page "Blocks, block tables and preemption" in a browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from docs.tooling.scenes._blocks_recorder import Recording, Setting, State, record
+from docs.tooling.scenes._blocks_story import REQUESTS
+
+URL = "interactive/blocks.html"
+WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+# All that a step shows, in one question.
+SHOWN = """() => {
+  const all = (selector, say) => [...document.querySelectorAll(selector)].map(say);
+  return {
+    counters: Object.fromEntries(all('[data-counter]', (e) => [e.dataset.counter, e.textContent])),
+    notes: all('.rkb-counter small', (e) => e.textContent),
+    pool: all('[data-blocks=pool] .rkb-block', (e) => [
+      e.querySelector('.rkb-mark')?.textContent ?? '', parseFloat(e.querySelector('.rkb-fill').style.width) / 25]),
+    tables: all('.rkb-row', (row) => [...row.querySelectorAll('.rkb-entry--full')].map((e) => Number(e.dataset.id))),
+    lists: Object.fromEntries(all('[data-list]', (list) => [list.dataset.list,
+      [...list.querySelectorAll('li')].map((e) => Number(e.dataset.request))])),
+    latest: document.querySelector('[data-blocks=latest]').textContent,
+  };
+}"""
+LISTS = {"R": "Running", "W": "Waiting", "S": "Swapped", "F": "Finished", "-": "To come"}
+
+
+def at(page: Page, step: int) -> None:
+    expect(page.locator(".rk-where")).to_have_text(re.compile(rf"^{step} / \d+$"))
+
+
+def fragment(page: Page) -> dict[str, str]:
+    _, _, state = page.url.partition("#")
+    return dict(part.split("=") for part in state.split("&"))
+
+
+def block(page: Page, number: int, kind: str = "pool") -> Locator:
+    return page.locator(f"[data-blocks={kind}] .rkb-block").nth(number)
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def expected(state: State, pool: int) -> dict[str, Any]:
+    """What the page must say of a state."""
+    c = state.counters
+    running = [request for request in state.requests if request.state == "R"]
+    slabs = f"{len(running)} × 64 = {len(running) * 64} slots; the pool has {pool * 4}"
+    holders: dict[int, list[int]] = {}
+    filled = {cached.block: cached.rows for cached in state.cached}
+    for rid, request in enumerate(state.requests):
+        for logical, number in enumerate(request.table):
+            holders.setdefault(number, []).append(rid)
+            filled[number] = min(4, request.computed - 4 * logical)
+    idle = {cached.block for cached in state.cached} - holders.keys()
+    marks = {number: "S" if len(who) > 1 else str(who[0]) for number, who in holders.items()}
+    marks |= dict.fromkeys(idle, "◇")
+    return {
+        "counters": {
+            "used": f"{c.used} / {pool}",
+            "slack": count(c.slack, "slot"),
+            "contiguous": count(c.contiguous, "slot"),
+            "shared": str(c.shared),
+            "to_recompute": str(c.to_recompute),
+        },
+        "notes": [
+            f"{c.cached} cached, {pool - c.used - c.cached} free",
+            slabs if running else "slabs of 64 slots",
+            f"{c.recomputed} computed again so far",
+        ],
+        "pool": [[marks.get(number, ""), filled.get(number, 0)] for number in range(pool)],
+        "tables": [
+            request.table or [number for number in request.host if number >= 0] for request in state.requests
+        ],
+        "lists": {
+            name: [rid for rid, request in enumerate(state.requests) if request.state == letter]
+            for letter, name in LISTS.items()
+        },
+    }
+
+
+def latest(recording: Recording, step: int) -> str:
+    while step and not recording.states[step].events:
+        step -= 1
+    return f"Step {step}. {' '.join(event.text for event in recording.states[step].events)}" if step else ""
+
+
+def test_numbers_before_the_first_step(page: Page) -> None:
+    page.goto(URL)
+    at(page, 0)
+    counters = page.locator(".rkb-counters")
+    for text in ("Blocks used", "Paged slack", "Contiguous waste", "Shared tokens stored once"):
+        expect(counters.get_by_text(text, exact=True)).to_be_visible()
+    expect(counters.get_by_text("Preempted, to recompute (tokens)", exact=True)).to_be_visible()
+    shown = page.evaluate(SHOWN)
+    assert shown["counters"] == {
+        "used": "0 / 28",
+        "slack": "0 slots",
+        "contiguous": "0 slots",
+        "shared": "0",
+        "to_recompute": "0",
+    }
+    assert shown["pool"] == [["", 0]] * 28
+    assert shown["lists"] == {
+        "Running": [],
+        "Waiting": [],
+        "Swapped": [],
+        "Finished": [],
+        "To come": [0, 1, 2, 3, 4, 5],
+    }
+    expect(page.get_by_label("Pool size")).to_have_value("28")
+    expect(page.get_by_role("radio", name="Recompute")).to_be_checked()
+    expect(page.get_by_label("Share prefixes")).to_be_checked()
+    expect(page.get_by_label("Keep cached")).to_be_checked()
+    expect(page.get_by_text("28 blocks, 112 tokens")).to_be_visible()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("pool", [12, 20, 28])
+def test_every_step_shows_what_python_says(page: Page, pool: int, mode: str) -> None:
+    recording = record(Setting(pool, mode, True, True))
+    page.goto(f"{URL}#pool={pool}&mode={mode}")
+    last = len(recording.states) - 1
+    for step, state in enumerate(recording.states):
+        assert page.locator(".rk-where").inner_text() == f"{step} / {last}"
+        shown = page.evaluate(SHOWN)
+        said = shown.pop("latest")
+        assert shown == expected(state, pool), step
+        assert not latest(recording, step) or said == latest(recording, step)
+        page.keyboard.press("ArrowRight")
+    assert page.evaluate(SHOWN)["lists"]["Finished"] == list(range(6))
+    # And back again: a state does not depend on how it was reached.
+    for state in reversed(recording.states[-9:]):
+        shown = page.evaluate(SHOWN)
+        del shown["latest"]
+        assert shown == expected(state, pool)
+        page.keyboard.press("ArrowLeft")
+
+
+@pytest.mark.parametrize(("share", "keep"), [(True, False), (False, False)])
+def test_the_other_settings_show_what_python_says(page: Page, share: bool, keep: bool) -> None:
+    recording = record(Setting(24, "recompute", share, keep))
+    page.goto(f"{URL}#pool=24&share={int(share)}&keep={int(keep)}&step=0")
+    for state in recording.states:
+        shown = page.evaluate(SHOWN)
+        del shown["latest"]
+        assert shown == expected(state, 24)
+        page.keyboard.press("ArrowRight")
+
+
+def test_request_2_shows_shared_blocks_when_it_joins(page: Page) -> None:
+    page.goto(f"{URL}#step=4")
+    expect(page.locator(".rkb-block--shared")).to_have_count(0)
+    page.get_by_role("button", name="Step").click()
+    at(page, 5)
+    expect(page.locator(".rkb-block--shared")).to_have_count(3)
+    for number in range(3):
+        expect(block(page, number).locator(".rkb-mark")).to_have_text("S")
+        expect(block(page, number)).to_have_attribute(
+            "aria-label", f"Block {number}: shared by requests 0 and 2, 4 of 4 slots filled"
+        )
+    expect(page.locator("[data-blocks=latest]")).to_contain_text("it shares blocks 0 to 2, copies 2 tokens")
+    expect(page.locator("[data-counter=shared]")).to_have_text("12")
+    page.get_by_label("Share prefixes").uncheck()
+    expect(page.locator(".rkb-block--shared")).to_have_count(0)
+    at(page, 5)
+
+
+def test_a_smaller_pool_forces_a_preemption_and_all_six_still_finish(page: Page) -> None:
+    page.goto(URL)
+    pool = page.get_by_label("Pool size")
+    pool.fill("34")
+    expect(page.locator(".rkb-event--preempt")).to_have_count(0)
+    smallest = int(pool.get_attribute("min"))
+    for mode in ("Recompute", "Swap"):
+        page.get_by_role("radio", name=mode).check()
+        for size in (28, 20, smallest):
+            pool.fill(str(size))
+            expect(page.locator(".rkb-event--preempt").first).to_be_attached()
+            page.get_by_label("Position").press("End")
+            assert page.evaluate(SHOWN)["lists"]["Finished"] == list(range(6))
+            expect(page.locator("[data-counter=used]")).to_have_text(f"0 / {size}")
+
+
+def test_swap_shows_the_host_tier(page: Page) -> None:
+    page.goto(f"{URL}#step=25")
+    expect(page.locator("[data-blocks=host-section]")).to_be_hidden()
+    expect(page.locator('[data-list="Waiting"]')).to_contain_text("preempted")
+    page.get_by_role("radio", name="Swap").check()
+    expect(page.locator("[data-blocks=host-section]")).to_be_visible()
+    expect(page.locator("[data-blocks=host] .rkb-block--held")).to_have_count(8)
+    expect(block(page, 0, "host")).to_have_attribute(
+        "aria-label", "Host block 0: held by request 5, 4 of 4 slots filled"
+    )
+    expect(page.locator('[data-list="Swapped"] li')).to_have_count(1)
+    expect(page.locator("[data-blocks=latest]")).to_contain_text("copied to the host tier")
+    expect(page.get_by_role("cell", name="Request 5, logical block 2: host block 2")).to_have_text("h2")
+
+
+def test_changing_an_option_keeps_the_step_if_there_is_one(page: Page) -> None:
+    page.goto(f"{URL}#pool=12&step=60")
+    at(page, 60)
+    page.get_by_role("radio", name="Swap").check()
+    at(page, 60)
+    page.get_by_label("Pool size").fill("34")
+    expect(page.locator(".rk-where")).to_have_text("38 / 38")
+
+
+def test_keys(page: Page) -> None:
+    page.goto(URL)
+    for key, step in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)]:
+        page.keyboard.press(key)
+        at(page, step)
+    play = page.locator(".rk-button--play")
+    page.keyboard.press(" ")
+    expect(play).to_have_text("Pause")
+    at(page, 3)
+    page.keyboard.press(" ")
+    expect(play).to_have_text("Play")
+    # Those that scroll the page elsewhere work inside.
+    page.get_by_role("button", name="Step").focus()
+    page.keyboard.press("End")
+    at(page, 46)
+    expect(page.get_by_role("button", name="Step")).to_be_disabled()
+    expect(page.get_by_role("button", name="Step")).to_be_focused()
+    page.keyboard.press("Home")
+    at(page, 0)
+    page.keyboard.press(" ")  # it presses the button
+    at(page, 1)
+    # A control that uses these keys has them for itself.
+    page.get_by_label("Pool size").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.get_by_label("Pool size")).to_have_value("27")
+    at(page, 1)
+    page.get_by_label("Keep cached").focus()
+    page.keyboard.press(" ")
+    expect(page.get_by_label("Keep cached")).not_to_be_checked()
+    expect(play).to_have_text("Play")
+    page.keyboard.press("ArrowRight")
+    at(page, 2)
+    page.keyboard.press("Control+ArrowRight")
+    at(page, 2)
+
+
+def test_buttons_and_playing(page: Page) -> None:
+    page.goto(URL)
+    page.get_by_label("Speed").select_option("8")
+    page.get_by_role("button", name="Play").click()
+    expect(page.locator("[data-blocks=latest]")).to_have_attribute("aria-live", "off")
+    expect(page.get_by_role("button", name="Play")).to_be_visible(timeout=15_000)  # the end is reached
+    at(page, 46)
+    expect(page.locator("[data-blocks=latest]")).to_have_attribute("aria-live", "polite")
+    page.get_by_role("button", name="Back", exact=True).click()
+    at(page, 45)
+    page.get_by_role("button", name="Reset").click()
+    at(page, 0)
+
+
+def test_the_address_names_the_state(page: Page) -> None:
+    page.goto(f"{URL}#pool=20&mode=swap&share=1&keep=0&step=17")
+    at(page, 17)
+    expect(page.get_by_label("Pool size")).to_have_value("20")
+    expect(page.get_by_role("radio", name="Swap")).to_be_checked()
+    expect(page.get_by_label("Keep cached")).not_to_be_checked()
+    before = page.evaluate("history.length")
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("radio", name="Recompute").check()
+    page.wait_for_function("location.hash.includes('step=18') && location.hash.includes('mode=recompute')")
+    assert fragment(page) == {"pool": "20", "mode": "recompute", "share": "1", "keep": "0", "step": "18"}
+    assert page.evaluate("history.length") == before
+    shown = page.evaluate(SHOWN)
+    page.reload()
+    assert page.evaluate(SHOWN) == shown
+    # A link on the page sets all of it.
+    page.get_by_role("link", name="Swap instead of recompute").click()
+    at(page, 25)
+    expect(page.get_by_label("Pool size")).to_have_value("28")
+    expect(page.get_by_role("radio", name="Swap")).to_be_checked()
+    expect(page.get_by_label("Keep cached")).to_be_checked()
+    page.go_back()
+    at(page, 18)
+    expect(page.get_by_label("Pool size")).to_have_value("20")
+
+
+@pytest.mark.parametrize(
+    ("given", "pool", "step"),
+    [
+        ("pool=1&step=5", "12", 5),
+        ("pool=999&step=9999", "34", 38),
+        ("pool=x&mode=magic&share=7&keep=&step=y", "28", 0),
+        ("pool=&step=-4", "28", 0),
+        ("step=7.4", "28", 7),
+        ("nonsense=1", "28", 0),
+        ("what-is-counted", "28", 0),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_mended(page: Page, given: str, pool: str, step: int) -> None:
+    page.goto(f"{URL}#{given}")
+    at(page, step)
+    expect(page.get_by_label("Pool size")).to_have_value(pool)
+    expect(page.get_by_role("radio", name="Recompute")).to_be_checked()
+
+
+def test_nothing_is_remembered(page: Page) -> None:
+    page.goto(URL)
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("radio", name="Swap").check()
+    kept = (
+        "[...Object.keys(localStorage), ...Object.keys(sessionStorage)].filter((key) => !key.includes('__'))"
+    )
+    assert page.evaluate(kept) == []
+    assert page.evaluate("document.cookie") == ""
+    assert page.context.cookies() == []
+
+
+def test_events_lead_to_their_step(page: Page) -> None:
+    page.goto(URL)
+    top = page.evaluate("scrollY")
+    page.locator(".rkb-event--preempt button").click()
+    at(page, 25)
+    current = page.locator(".rkb-event button[aria-current=step]")
+    expect(current).to_have_count(1)
+    expect(current).to_contain_text("Request 5 arrived last")
+    expect(page.locator("[data-blocks=latest]")).to_contain_text("Step 25. No block is free.")
+    assert page.evaluate("scrollY") == top
+
+
+def test_pointing_links_tables_and_blocks(page: Page) -> None:
+    page.goto(f"{URL}#step=8")
+    linked, arrows = page.locator(".rkb-linked"), page.locator(".rkb-arrow")
+    inspector = page.locator("[data-blocks=inspector]")
+    expect(linked).to_have_count(0)
+    block(page, 1).hover()
+    expect(linked).to_have_count(3)  # the block, and an entry of each request that shares it
+    expect(arrows).to_have_count(2)
+    expect(inspector).to_contain_text(
+        "Block 1 shared by requests 0 and 2, logical block 1, in the radix tree."
+    )
+    assert page.locator(".rkb-word").all_inner_texts() == list(REQUESTS[0].prompt[4:8])
+    page.get_by_role("cell", name="Request 3, logical block 1: physical block 13").hover()
+    expect(linked).to_have_count(2)
+    expect(block(page, 13)).to_have_class(re.compile("rkb-linked"))
+    assert page.locator(".rkb-word").all_inner_texts() == ["winter", ".", "empty", "empty"]
+    page.mouse.move(5, 5)
+    expect(linked).to_have_count(0)
+    # A click pins: it stays while steps go by.
+    block(page, 13).click()
+    page.mouse.move(5, 5)
+    page.keyboard.press("ArrowRight")
+    at(page, 9)
+    expect(linked).to_have_count(2)
+    assert page.locator(".rkb-word").all_inner_texts() == ["winter", ".", "Snow", "empty"]
+    block(page, 13).click()
+    page.mouse.move(5, 5)
+    expect(linked).to_have_count(0)
+
+
+def test_the_keyboard_links_tables_and_blocks(page: Page) -> None:
+    page.goto(f"{URL}#step=8")
+    linked = page.locator(".rkb-linked")
+    page.get_by_label("Keep cached").focus()
+    page.keyboard.press("Tab")
+    expect(block(page, 0)).to_be_focused()
+    expect(linked).to_have_count(3)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    expect(block(page, 8)).to_be_focused()
+    at(page, 8)
+    expect(linked).to_have_count(2)
+    page.keyboard.press("Tab")
+    entry = page.get_by_role("cell", name="Request 0, logical block 0: physical block 0, shared")
+    expect(entry).to_be_focused()
+    expect(linked).to_have_count(3)
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("cell", name="Request 1, logical block 1: physical block 5")).to_be_focused()
+    expect(block(page, 5)).to_have_class(re.compile("rkb-linked"))
+    page.keyboard.press("Tab")
+    expect(linked).to_have_count(0)
+    expect(page.locator(".rkb-event button").first).to_be_focused()
+
+
+def test_a_touch_pins(new_page: Callable[..., Page]) -> None:
+    page = new_page("phone", has_touch=True)
+    page.goto(f"{URL}#step=8")
+    block(page, 2).tap()
+    expect(page.locator(".rkb-linked")).to_have_count(3)
+    expect(page.locator("[data-blocks=inspector]")).to_contain_text("Block 2 shared by requests 0 and 2")
+    page.locator("#rkb-counters-title").tap()
+    page.locator("#rkb-tables-title").tap()
+    expect(page.locator(".rkb-linked")).to_have_count(0)
+
+
+def test_roles_and_names(page: Page) -> None:
+    page.goto(f"{URL}#mode=swap&step=25")
+    grid = page.get_by_role("grid", name="Physical blocks")
+    expect(grid.get_by_role("row")).to_have_count(4)
+    expect(grid.get_by_role("gridcell")).to_have_count(28)
+    expect(page.get_by_role("grid", name="Host tier").get_by_role("gridcell")).to_have_count(14)
+    expect(
+        grid.get_by_role("gridcell", name="Block 4: cached, held by nobody, written by request 1")
+    ).to_be_visible()
+    expect(grid.get_by_role("gridcell", name=re.compile(r"^Block \d+: free$"))).to_have_count(1)
+    table = page.get_by_role("table", name="Block tables")
+    expect(table.get_by_role("row")).to_have_count(7)
+    expect(table.get_by_role("rowheader").nth(5)).to_have_text("5Swapped33 of 47 tokens")
+    expect(page.get_by_role("list", name="Running")).to_be_visible()
+    expect(page.get_by_role("slider", name="Position")).to_have_attribute("aria-valuetext", "step 25 of 46")
+    expect(page.get_by_role("slider", name="Pool size")).to_have_attribute(
+        "aria-valuetext", "28 blocks, 112 tokens"
+    )
+    expect(page.get_by_role("group", name="Preemption").get_by_role("radio")).to_have_count(2)
+    for name in ("Reset", "Back", "Play", "Step"):
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_visible()
+    expect(page.locator("[data-blocks=latest]")).to_have_attribute("aria-atomic", "true")
+    expect(page.locator("[data-blocks=arrows]")).to_have_attribute("aria-hidden", "true")
+
+
+def test_colour_is_not_the_only_mark(page: Page) -> None:
+    page.goto(f"{URL}#step=14")
+    patterns = page.evaluate(
+        "[...document.querySelectorAll('.rkb-row .rkb-tag')].map((e) => getComputedStyle(e).backgroundImage"
+        ".replace(/(rgba?|color)\\\\([^)]*\\\\)/g, ''))"
+    )
+    assert len(set(patterns)) == 6
+    assert page.locator(".rkb-row .rkb-tag").all_inner_texts() == list("012345")
+
+
+def test_all_of_it_fits_one_screen(page: Page) -> None:
+    page.goto(f"{URL}#step=25")
+    box = page.locator("#rk-blocks").bounding_box()
+    assert box["y"] + box["height"] <= 900
+    assert page.evaluate(WIDE) == 0
+
+
+def test_no_motion_if_that_is_wanted(new_page: Callable[..., Page]) -> None:
+    page = new_page(reduced_motion="reduce")
+    page.goto(f"{URL}#step=3")
+    assert page.evaluate("getComputedStyle(document.querySelector('.rkb-meter i')).transitionDuration") in (
+        "0s",
+        "",
+    )
+
+
+@pytest.mark.parametrize("width", [390, 610, 901, 1200, 1280])
+def test_no_sideways_scrolling(new_page: Callable[..., Page], width: int) -> None:
+    page = new_page(viewport={"width": width, "height": 844})
+    for state in ("step=0", "pool=12&mode=swap&step=30", "pool=34&step=30", "mode=swap&step=25"):
+        page.goto(f"{URL}#{state}")
+        page.reload()
+        assert page.evaluate(WIDE) == 0, state
+        block(page, 0).hover()
+        assert page.evaluate(WIDE) == 0, state
+        # Nor is anything cut off inside.
+        assert page.evaluate(
+            "[...document.querySelectorAll('.rkb-main > *, .rkb-tables, .rkb-grid')]"
+            ".every((e) => e.scrollWidth <= e.clientWidth + 1)"
+        )
+
+
+def test_the_buttons_stay_in_sight_on_a_phone(new_page: Callable[..., Page]) -> None:
+    page = new_page("phone")
+    page.goto(f"{URL}#step=24")
+    page.locator(".rkb-lists").scroll_into_view_if_needed()
+    page.get_by_role("button", name="Step").click()
+    at(page, 25)
+    expect(page.locator(".rkb-lists")).to_be_in_viewport()
+    expect(page.get_by_role("button", name="Step")).to_be_in_viewport()
+
+
+def test_it_works_from_a_folder(page: Page, site: Path) -> None:
+    page.goto(f"{site.as_uri()}/{URL}#pool=20&step=5")
+    at(page, 5)
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("location.hash.includes('step=6')")
+    expect(page.locator("[data-counter=used]")).to_have_text("9 / 20")
+
+
+@pytest.mark.parametrize(("name", "size", "scheme"), [
+    ("blocks-light", "desktop", "light"),
+    ("blocks-dark", "desktop", "dark"),
+    ("blocks-phone", "phone", "light"),
+    ("blocks-phone-dark", "phone", "dark"),
+])  # fmt: skip
+def test_pictures(new_page: Callable[..., Page], shots: Path, name: str, size: str, scheme: str) -> None:
+    page = new_page(size, scheme)
+    page.goto(f"{URL}#step=8")
+    block(page, 1).hover()
+    expect(page.locator(".rkb-linked")).to_have_count(3)
+    page.screenshot(path=shots / f"{name}-shared.png")
+    page.goto(f"{URL}#mode=swap&step=26")
+    at(page, 26)
+    page.screenshot(path=shots / f"{name}.png", full_page=size == "phone")
+    assert (shots / f"{name}.png").stat().st_size > 20_000
+    # Both schemes are really drawn.
+    paper = page.evaluate("getComputedStyle(document.querySelector('.rkb-block--held')).backgroundColor")
+    lightness = sum(int(part) for part in re.findall(r"\d+", paper)[:3])
+    assert (lightness > 600) == (scheme == "light")

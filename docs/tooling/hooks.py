@@ -28,7 +28,8 @@ sys.path.insert(0, str(_ROOT))  # `docs.tooling` and the library of this checkou
 # What pymdownx.arithmatex leaves behind with `generic: true`.
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 _OUTPUT = re.compile(r"^<!-- output: radixkv(?P<args> .*)? -->$", re.M)
-_COLUMNS = "96"
+# As wide as the text beside both menus.
+_COLUMNS = "84"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -58,8 +59,8 @@ def _output_of(args: list[str]) -> str:
     )
     if done.returncode:
         raise PluginError(f"radixkv {shlex.join(args)} ended with {done.returncode}:\n{done.stderr}")
-    said = "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
-    return f"```text\n$ {shlex.join(['radixkv', *args])}\n{said}\n```"
+    said = "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
+    return f"```{{.text .output}}\n$ {shlex.join(['radixkv', *args])}\n{said}\n```"
 
 
 def _drawn(tag: str, formula: str) -> str:

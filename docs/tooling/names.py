@@ -10,7 +10,9 @@ from mkdocs.structure.pages import Page
 
 _DOCS = Path(__file__).resolve().parents[1]
 _ENTRY = re.compile(r"^::: (radixkv[\w.]+)$", re.M)
-_PARTS = re.compile(r"<(/?)(a|b|h[1-6]|pre|strong|summary|svg|title)\b[^>]*>|<code>([A-Za-z_][\w.]*)(?:\(\))?</code>")
+_PARTS = re.compile(
+    r"<(/?)(a|b|h[1-6]|pre|strong|summary|svg|title)\b[^>]*>|<code>([A-Za-z_][\w.]*)(?:\(\))?</code>"
+)
 
 
 def _entries() -> dict[str, list[str]]:

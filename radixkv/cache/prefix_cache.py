@@ -276,7 +276,10 @@ class PrefixCache:
             raise
 
     def clear(self, namespace: Namespace = None) -> int:
-        """Forget everything cached, or everything in one namespace (None: all). All or nothing.
+        """Forget everything cached, or everything in one namespace. All or nothing.
+
+        Args:
+            namespace: Which one, as in `attach`; None for all. (For only the default namespace, pass `b""`.)
 
         Returns:
             Blocks freed.

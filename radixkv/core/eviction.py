@@ -276,6 +276,9 @@ class PriorityPolicy(EvictionPolicy):
 
     Costs: filing and cutting are logarithmic in the number of leaves, amortised.
 
+    Args:
+        num_blocks: Blocks of the pool.
+
     Attributes:
         priority: `dtype[num_blocks]`, meaningful for cached blocks.
         dtype: Of the priorities, set by a class: int64, the default, or float64.
@@ -377,6 +380,9 @@ class LRUPolicy(PriorityPolicy):
     Source: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal
     9(2), 1970; for prefix trees, Zheng et al., "SGLang: efficient execution of structured language model programs",
     2024 (arXiv:2312.07104).
+
+    Args:
+        num_blocks: Blocks of the pool.
     """
 
     name = "lru"

@@ -23,8 +23,8 @@ class SamplingParams:
     """How one request chooses its tokens and when it ends.
 
     The default is greedy, and then the tokens are those of `model.generate(ids, do_sample=False)` of
-    the same `max_new_tokens`, the model's own `generation_config` included, but for its lengths. The two combine like
-    this:
+    the same `max_new_tokens`, the model's own `generation_config` included, but for its lengths.
+    How the two combine:
 
     - `temperature`, `top_k`, `top_p` and `min_p` come from here alone. A model whose `generation_config` says
       `do_sample=True, top_k=64` is still greedy here unless `temperature` is set, and then without top-k unless

@@ -60,7 +60,11 @@ class Registration:
         return None if self._engine is None else self._engine()
 
     def values(self, *, engine_only: bool = False) -> dict[str, Value]:
-        """All metrics as of now, or those of the engine, by name without prefix; empty if the cache is gone."""
+        """All metrics as of now, by name without prefix; empty if the cache is gone.
+
+        Args:
+            engine_only: Those of the engine alone.
+        """
         cache, engine = self.cache, self.engine
         values = {} if cache is None or engine_only else of_cache(cache)
         return values if engine is None else {**values, **of_engine(engine)}

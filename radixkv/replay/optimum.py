@@ -23,6 +23,9 @@ class OptimalPolicy(PriorityPolicy):
     evict it is the best that any policy can do.
 
     `expect` must be called before each request.
+
+    Args:
+        num_blocks: Blocks of the pool.
     """
 
     name: ClassVar[str] = "optimal"

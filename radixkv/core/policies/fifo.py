@@ -17,6 +17,9 @@ class FIFOPolicy(PriorityPolicy):
 
     Source: the column `fifo` of the reference values; for its anomaly, Belady, Nelson and Shedler, "An anomaly in
     space-time characteristics of certain programs running in a paging machine", CACM 12(6), 1969.
+
+    Args:
+        num_blocks: Blocks of the pool.
     """
 
     name = "fifo"

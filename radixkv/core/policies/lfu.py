@@ -23,6 +23,9 @@ class LFUPolicy(RankedPolicy):
 
     Source: the column `lfu` of the reference values; Robinson and Devarakonda, "Data cache management using
     frequency-based replacement", SIGMETRICS 1990, for what is wrong with it.
+
+    Args:
+        num_blocks: Blocks of the pool.
     """
 
     name = "lfu"
@@ -59,6 +62,9 @@ class AgedLFUPolicy(RankedPolicy):
 
     Source: Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content management techniques for Web proxy
     caches", ACM SIGMETRICS Performance Evaluation Review 27(4), 2000.
+
+    Args:
+        num_blocks: Blocks of the pool.
 
     Attributes:
         age: The highest key evicted so far.

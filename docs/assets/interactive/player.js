@@ -175,7 +175,7 @@
       oninput: () => player.go(Number(position.value)),
     });
     const marks = element("div", {class: "rk-marks", "aria-hidden": "true"});
-    const where = element("output", {class: "rk-where", "aria-label": "Step"});
+    const where = element("output", {class: "rk-where", "aria-label": "Step", "aria-live": "off"}); // `live` is what is read
     const speed = element("select", {
       "aria-label": "Speed", class: "rk-speed", autocomplete: "off", onchange: () => {
         state.speed = Number(speed.value);

@@ -176,6 +176,21 @@ class Sequence:
         return self._host_computed
 
     @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """`int32[num_blocks]`, a copy: the blocks of the pool that it holds, in order; empty while it has no row."""
+        if self.row < 0:
+            return np.empty(0, np.int32)
+        return self._scheduler._rows.table(self.row).copy()
+
+    @property
+    def host_blocks(self) -> npt.NDArray[np.int32]:
+        """`int32[num_blocks]`, a copy: where each of its blocks is in the host tier, -1 for one that is not there.
+
+        Empty unless it was swapped out.
+        """
+        return np.empty(0, np.int32) if self._host is None else self._host.copy()
+
+    @property
     def num_output_tokens(self) -> int:
         """Generated tokens."""
         return self.num_tokens - len(self.request.tokens)

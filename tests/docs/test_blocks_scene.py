@@ -150,8 +150,7 @@ class Again:
         return self.scheduler.sequence(row).request.rid
 
     def table(self, rid: int) -> list[int]:
-        row = self.seqs[rid].row if rid in self.seqs else -1
-        return self.scheduler._rows.table(row).tolist() if row >= 0 else []
+        return self.seqs[rid].block_table.tolist() if rid in self.seqs else []
 
     def look(self, events: list[tuple[str, list[int]]]) -> dict[str, Any]:
         requests = [dict(NOBODY) for _ in range(6)]
@@ -161,7 +160,7 @@ class Again:
                 "known": seq.num_tokens,
                 "computed": 0 if seq.state == "finished" else seq.num_computed,
                 "table": self.table(rid),
-                "host": [] if seq._host is None else seq._host.tolist(),
+                "host": seq.host_blocks.tolist(),
             }
             if seq.state == "running":
                 self.peak[rid] = max(self.peak[rid], seq.num_computed)

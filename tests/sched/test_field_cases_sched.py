@@ -293,13 +293,13 @@ def test_fc30_blocks_are_not_handed_out_while_they_are_copied_out(ending):
         caller.tree.allocate(1)
     if ending == "fail":
         # The copy is called off: nothing in the host tier is believed, and the victim runs on where it was.
-        held = caller.scheduler._rows.table(victim.row).tolist()
+        held = victim.block_table.tolist()
         caller.host_memory[:] = JUNK
         caller.scheduler.fail(step)
         caller.check()
         assert victim.state == "running"
         assert victim.num_preemptions == 0
-        assert caller.scheduler._rows.table(victim.row).tolist() == held
+        assert victim.block_table.tolist() == held
         assert caller.host.num_free == 8
         assert caller.scheduler.stats.preemptions == 0
     else:
@@ -307,7 +307,7 @@ def test_fc30_blocks_are_not_handed_out_while_they_are_copied_out(ending):
         original = caller.memory[sorted(sources)].copy()
         caller.complete(step, *caller.sample(step, caller.forward(step)))
         assert all(caller.pool.refcount(block) <= 1 for block in sources)
-        assert sorted(caller.host_memory[victim._host[victim._host >= 0]].tolist()) == sorted(
+        assert sorted(caller.host_memory[victim.host_blocks[victim.host_blocks >= 0]].tolist()) == sorted(
             original.tolist()
         )
     caller.run()
@@ -320,8 +320,9 @@ def test_fc30_only_what_nobody_else_holds_is_copied_out():
     request = caller.add(range(18), 16, n=2)  # four whole blocks are shared, and none of them may go
     step_until(caller, lambda: request.sequences[1].state == "swapped")
     stats = caller.scheduler.stats
-    assert stats.swapped_out_blocks == (request.sequences[1]._host >= 0).sum() <= 4
-    assert (request.sequences[1]._host[:4] == -1).all()
+    host_blocks = request.sequences[1].host_blocks
+    assert stats.swapped_out_blocks == (host_blocks >= 0).sum() <= 4
+    assert (host_blocks[:4] == -1).all()
     caller.run()
     caller.check_outputs([request])
     caller.check_empty()

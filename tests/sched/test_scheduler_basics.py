@@ -40,6 +40,33 @@ def test_one_request_from_start_to_end():
     assert caller.tree.match_length([1, 2, 3, 4, 5, 6, 9, 8]) == 7  # the last token was never computed
 
 
+def test_a_sequence_says_where_its_blocks_are():
+    caller = Caller(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", watermark=0.0)
+    (older,) = caller.add(range(14), new=16).sequences
+    (younger,) = caller.add(range(20, 28), new=16).sequences
+    assert len(older.block_table) == len(older.host_blocks) == 0
+    caller.step()
+    assert (older.block_table.tolist(), younger.block_table.tolist()) == ([0, 1, 2, 3], [4, 5])
+    assert older.block_table.dtype == younger.host_blocks.dtype == np.int32
+    older.block_table[:] = 7  # a copy
+    assert older.block_table.tolist() == [0, 1, 2, 3]
+    step = caller.scheduler.schedule()
+    assert step.block_tables[0, :4].tolist() == older.block_table.tolist()
+    caller.move(step)
+    caller.complete(step, *caller.sample(step, caller.forward(step)))
+    while younger.state == "running":
+        held = younger.block_table.tolist()
+        caller.step()
+    assert len(younger.host_blocks) == len(held)
+    assert younger.host_blocks.dtype == np.int32
+    younger.host_blocks[:] = 7
+    assert sorted(younger.host_blocks.tolist()) == list(range(len(held)))
+    assert len(younger.block_table) == 0
+    caller.run()
+    for seq in (older, younger):
+        assert len(seq.block_table) == len(seq.host_blocks) == 0
+
+
 def test_the_arrays_of_a_step_have_their_types():
     caller = Caller(max_batched_tokens=12)
     caller.add(range(9), new=6)

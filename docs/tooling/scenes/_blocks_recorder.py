@@ -237,12 +237,10 @@ class _Player:
     # -- what can be seen ------------------------------------------------------------------------------------
 
     def table(self, rid: int) -> list[int]:
-        row = self.requests[rid].sequences[0].row
-        return self.scheduler._rows.table(row).tolist() if row >= 0 else []
+        return self.requests[rid].sequences[0].block_table.tolist()
 
     def host_blocks(self, rid: int) -> list[int]:
-        host = self.requests[rid].sequences[0]._host
-        return [] if host is None else host.tolist()
+        return self.requests[rid].sequences[0].host_blocks.tolist()
 
     def look(self) -> list[Seen]:
         """All requests as they are now."""

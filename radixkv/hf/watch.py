@@ -192,10 +192,9 @@ class ModelWatch:
         for tensor in self._tensors:
             if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout != torch.strided:
                 continue
-            flat = tensor.detach()
-            if not flat.is_contiguous() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 continue
-            flat = flat.view(-1)
+            flat = _line(tensor.detach())
             step = max(1, flat.numel() // _SAMPLES)
             # Starts off the edge: first rows are often special tokens that training leaves alone.
             window = flat[step // 2 :: step][:_SAMPLES]
@@ -282,6 +281,17 @@ def _reference(patch: Any) -> Callable[[], Any]:
         return weakref.ref(patch)
     except TypeError:  # built-in functions and the like, which nobody makes anew
         return lambda: patch
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements of a tensor in a line, as a view: all of them, or if there is no such view those through its middle."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    longest = max(range(tensor.dim()), key=tensor.size)
+    for dim in reversed(range(tensor.dim())):
+        if dim != longest:
+            tensor = tensor.select(dim, tensor.size(dim) // 2)
+    return tensor
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -184,6 +184,25 @@ def test_changed_weights_while_detached(change: str) -> None:
     expect_hits(cache, 23)
 
 
+@pytest.mark.parametrize("layout", ["transposed", "part of a larger matrix"])
+def test_data_of_a_weight_that_is_not_contiguous(layout: str) -> None:
+    model = tiny()
+    module = model.model.layers[0].self_attn.k_proj
+    weight = module.weight.detach()
+    weight = (
+        weight.t().contiguous().t()
+        if layout == "transposed"
+        else torch.cat([weight, weight], 1)[:, : weight.shape[1]]
+    )
+    module.weight = torch.nn.Parameter(weight)
+    assert not module.weight.is_contiguous()
+    cache = make_cache(model)
+    expect_same(cache, model, lambda m: greedy(m, IDS))
+    module.weight.data.mul_(-1.0)
+    expect_same(cache, model, lambda m: greedy(m, IDS))
+    expect_hits(cache, 0)
+
+
 @both_ways
 @pytest.mark.parametrize("change", ["in place", "step of adamw fused", ".data in place"])
 def test_weights_changed_during_a_session(change: str) -> None:

@@ -12,5 +12,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 
 def test_the_table_of_reasons_is_complete():
     table = re.search(r"^\| reason \|.*?\n\n", PAGE.read_text(), re.M | re.S)[0]
-    named = {name for row in table.strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    named = {
+        name for row in table.strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
     assert named == set(WHY)

@@ -128,6 +128,19 @@ def page(new_page: Callable[..., Page]) -> Page:
     return new_page()
 
 
+@pytest.fixture
+def still(page: Page) -> Callable[[str], Page]:
+    """`still(address)`: the page there, for which time passes only by `page.clock.run_for(milliseconds)`."""
+
+    def opened(address: str) -> Page:
+        page.clock.install(time=0)
+        page.goto(address)
+        page.clock.pause_at(3_600_000)
+        return page
+
+    return opened
+
+
 @pytest.fixture(scope="session")
 def shots() -> Path:
     """Where screenshots go."""

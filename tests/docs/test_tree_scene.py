@@ -342,13 +342,13 @@ def test_the_page_links_to_the_moments_that_it_names(shipped: dict[Key, list[Ste
         r"#example=([\w-]+)&amp;pool=(\d+)&amp;policy=(\w+)&amp;step=(\d+)\">([^<]*)<", PAGE.read_text()
     )
     steps = {text: shipped[name, int(pool), policy][int(step)] for name, pool, policy, step, text in links}
-    assert steps["an edge that is split"]["split"]
-    assert steps["an eviction"]["act"] == "allocate"
-    assert steps["an eviction"]["gone"]
-    chat = steps["a chat that goes on"]
+    assert steps["An edge is split"]["split"]
+    assert steps["Three leaves are evicted"]["act"] == "allocate"
+    assert len(steps["Three leaves are evicted"]["gone"]) == 3
+    chat = steps["A chat goes on where it was left"]
     assert chat["act"] == "match"
     assert chat["hit"] >= 16
-    assert "duplicate" in steps["a block that two requests computed"]["text"]
+    assert "duplicate" in steps["A block that two requests have computed"]["text"]
     assert len(links) == 4
 
 

@@ -5,6 +5,7 @@
 "use strict";
 
 (() => {
+  const {Player, EventList, element, count, listed} = window.radixkv;
   const data = window.radixkvBlocks;
   const root = document.getElementById("rk-blocks");
   const part = (name) => root.querySelector(`[data-blocks="${name}"]`);
@@ -106,32 +107,24 @@
     return blocks;
   }
 
-  // -- small helpers -------------------------------------------------------------------------------------------
-
-  function element(tag, attributes = {}, ...children) {
-    const made = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (name === "text") made.textContent = value;
-      else made.setAttribute(name, value);
-    }
-    made.append(...children);
-    return made;
-  }
-  const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-  const listed = (items) => (items.length > 1 ? `${items.slice(0, -1).join(", ")} and ${items.at(-1)}` : `${items[0]}`);
+  /** A request, wherever it is named. */
   const tag = (request) => element("span", {class: `rkb-tag rk-r${request}`}, element("b", {text: request}));
 
   // -- the grid of blocks --------------------------------------------------------------------------------------
 
   const COLUMNS = 7;
 
-  /** Cells of a grid; made anew only if their number changes, so that the focus stays where it is. */
+  /** Cells of a grid. Those that stay are kept, with the focus and what is pinned. */
   function gridCells(grid, size, kind) {
-    if (grid.childElementCount && Number(grid.dataset.size) === size) return [...grid.querySelectorAll(".rkb-block")];
-    grid.dataset.size = size;
-    const cells = Array.from({length: size}, (_, id) => element("div", {
-      class: "rkb-block", role: "gridcell", tabindex: id ? -1 : 0, "data-kind": kind, "data-id": id,
-    }));
+    const cells = [...grid.querySelectorAll(".rkb-block")];
+    if (cells.length === size) return cells;
+    for (let id = cells.length; id < size; id++) {
+      cells.push(element("div", {
+        class: "rkb-block", role: "gridcell", tabindex: -1, "aria-describedby": "rkb-words", "data-kind": kind, "data-id": id,
+      }));
+    }
+    cells.length = size;
+    if (!cells.some(({tabIndex}) => tabIndex === 0)) cells[0].tabIndex = 0;
     const rows = [];
     for (let i = 0; i < size; i += COLUMNS) rows.push(element("div", {role: "row"}, ...cells.slice(i, i + COLUMNS)));
     grid.replaceChildren(...rows);
@@ -157,6 +150,13 @@
   };
   const filledText = ({filled}) => `${filled} of ${blockSize} slots filled`;
 
+  /** As much of a block as is filled, in the colours and patterns of requests. */
+  function fillOf(requests, filled) {
+    const fill = element("span", {class: "rkb-fill"}, ...requests.map((request) => element("i", {class: `rk-r${request}`})));
+    fill.style.width = `${(100 * filled) / blockSize}%`;
+    return fill;
+  }
+
   function drawBlock(cell, block, name) {
     const state = stateOf(block);
     const colours = state === "idle" ? [block.cached.writer] : block.holders.map(({request}) => request);
@@ -166,11 +166,9 @@
     if (cell.dataset.key === key) return;
     cell.dataset.key = key;
     cell.className = `rkb-block rkb-block--${state}`;
-    const fill = element("span", {class: "rkb-fill"}, ...colours.map((request) => element("i", {class: `rk-r${request}`})));
-    fill.style.width = `${(100 * block.filled) / blockSize}%`;
     cell.replaceChildren(
       element("span", {class: "rkb-id", text: block.id}),
-      element("span", {class: "rkb-slots"}, fill),
+      element("span", {class: "rkb-slots"}, fillOf(colours, block.filled)),
       ...(MARKS[state](block) ? [element("b", {class: "rkb-mark", text: MARKS[state](block)})] : []),
     );
   }
@@ -185,19 +183,21 @@
   const rows = buildTables();
 
   function buildTables() {
-    const table = part("tables");
-    const head = element("tr", {role: "row"}, element("th", {scope: "col", role: "columnheader"}, element("span", {class: "rk-hidden", text: "Request"})),
-      ...Array.from({length: width}, (_, i) => element("th", {scope: "col", role: "columnheader", text: i})));
-    const made = asked.map((_, request) => {
-      const said = element("span", {class: "rkb-said"});
-      const name = element("th", {scope: "row", role: "rowheader", class: "rkb-name"}, tag(request), said);
-      const cells = Array.from({length: width}, (__, logical) => element("td", {
-        role: "cell", class: "rkb-entry", "data-request": request, "data-logical": logical,
-      }));
-      return {row: element("tr", {role: "row"}, name, ...cells), said, cells};
-    });
-    table.append(element("thead", {role: "rowgroup"}, head), element("tbody", {role: "rowgroup"}, ...made.map(({row}) => row)));
+    const head = element("tr", {role: "row"},
+      element("th", {scope: "col", role: "columnheader"}, element("span", {class: "rk-hidden", text: "Request"})),
+      ...Array.from({length: width}, (_, logical) => element("th", {scope: "col", role: "columnheader", text: logical})));
+    const made = asked.map((_, request) => buildRow(request));
+    part("tables").append(element("thead", {role: "rowgroup"}, head),
+      element("tbody", {role: "rowgroup"}, ...made.map(({row}) => row)));
     return made;
+  }
+  function buildRow(request) {
+    const said = element("span", {class: "rkb-said"});
+    const name = element("th", {scope: "row", role: "rowheader", class: "rkb-name"}, tag(request), said);
+    const cells = Array.from({length: width}, (_, logical) => element("td", {
+      role: "gridcell", class: "rkb-entry", "aria-describedby": "rkb-words", "data-request": request, "data-logical": logical,
+    }));
+    return {row: element("tr", {role: "row"}, name, ...cells), said, cells};
   }
 
   const STATES = {"-": "To come", W: "Waiting", R: "Running", S: "Swapped", F: "Finished"};
@@ -219,18 +219,16 @@
       row.classList.toggle("rkb-row--none", !seen.table.length && !seen.host.length);
       cells.forEach((cell, logical) => drawEntry(cell, request, logical, seen, blocks));
     });
-    if (!part("tables").querySelector('td[tabindex="0"].rkb-entry--full')) giveTabStop(part("tables"), ".rkb-entry");
+    const full = part("tables").querySelectorAll(".rkb-entry--full");
+    if (full.length && ![...full].some(({tabIndex}) => tabIndex === 0)) stopAt(full[0]);
   }
 
   function drawEntry(cell, request, logical, {table, host, computed}, blocks) {
-    const inHost = !table.length && host.length > logical && host[logical] >= 0;
+    const inHost = !table.length && (host[logical] ?? -1) >= 0;
     const id = inHost ? host[logical] : table[logical];
     cell.className = "rkb-entry";
     if (id === undefined) {
-      delete cell.dataset.id;
-      cell.replaceChildren();
-      cell.removeAttribute("aria-label");
-      if (document.activeElement !== cell) cell.removeAttribute("tabindex");
+      clearEntry(cell);
       return;
     }
     const filled = Math.min(blockSize, computed - logical * blockSize);
@@ -239,13 +237,17 @@
     cell.dataset.kind = inHost ? "host" : "pool";
     cell.classList.add("rkb-entry--full");
     cell.classList.toggle("rkb-entry--host", inHost);
-    if (!cell.hasAttribute("tabindex")) cell.setAttribute("tabindex", "-1");
+    if (!cell.hasAttribute("tabindex")) cell.tabIndex = -1;
     cell.setAttribute("aria-label", `Request ${request}, logical block ${logical}: ${inHost ? "host" : "physical"} block ${id}` +
-      `${shared ? ", shared" : ""}, ${filled} of ${blockSize} slots filled`);
-    const fill = element("span", {class: `rkb-fill rk-r${request}`}, element("i", {class: `rk-r${request}`}));
-    fill.style.width = `${(100 * filled) / blockSize}%`;
-    cell.replaceChildren(fill, element("span", {class: "rkb-physical", text: inHost ? `h${id}` : id}),
+      `${shared ? ", shared" : ""}, ${filledText({filled})}`);
+    cell.replaceChildren(fillOf([request], filled), element("span", {class: "rkb-physical", text: inHost ? `h${id}` : id}),
       ...(shared ? [element("sup", {text: "S"})] : []));
+  }
+  function clearEntry(cell) {
+    delete cell.dataset.id;
+    cell.replaceChildren();
+    cell.removeAttribute("aria-label");
+    if (document.activeElement !== cell) cell.removeAttribute("tabindex");
   }
 
   // -- lists, counters, events ---------------------------------------------------------------------------------
@@ -283,8 +285,8 @@
     const value = element("b", {"data-counter": name});
     const note = element("small");
     const bar = element("span", {class: "rkb-meter", "aria-hidden": "true"}, element("i"));
-    const said = element("dd", {}, value, ...(small ? [note] : []));
-    part("counters").append(element("div", {class: `rkb-counter rkb-counter--${name}`}, element("dt", {text: label}), said, ...(share ? [bar] : [])));
+    part("counters").append(element("div", {class: `rkb-counter rkb-counter--${name}`}, element("dt", {text: label}),
+      element("dd", {}, value, ...(small ? [note] : []), ...(share ? [bar] : []))));
     return (counters, pool, running) => {
       value.textContent = text(counters, pool);
       if (small) note.textContent = small(counters, pool, running);
@@ -292,54 +294,37 @@
     };
   });
 
-  let listedFor = null;
-  function drawEvents(states, step) {
-    const list = part("events");
-    if (listedFor !== states) {
-      listedFor = states;
-      list.replaceChildren(...states.flatMap((state, at) => state.events.map(([kind, , text]) => {
-        const button = element("button", {type: "button", "data-step": at}, element("span", {class: "rkb-at", text: at}), element("span", {text}));
-        button.addEventListener("click", () => player.go(at));
-        return element("li", {class: `rkb-event rkb-event--${kind}`}, button);
-      })));
-    }
-    let current = null;
-    for (const item of list.children) {
-      const at = Number(item.firstChild.dataset.step);
-      item.classList.toggle("rkb-event--future", at > step);
-      item.classList.toggle("rkb-event--now", at === step);
-      if (at === step) item.firstChild.setAttribute("aria-current", "step");
-      else item.firstChild.removeAttribute("aria-current");
-      if (at <= step) current = item;
-    }
-    // Only the list scrolls, never the page.
-    if (current) list.scrollTop = current.offsetTop + current.offsetHeight - list.clientHeight + 4;
-    else list.scrollTop = 0;
+  const events = new EventList(part("events"), (step) => player.go(step));
+  const eventsOf = (states) => states.flatMap((state, step) => state.events.map(([kind, , text]) => ({step, kind, text})));
+  const textOf = (state) => state.events.map(([, , text]) => text).join(" ");
 
-    let latest = step;
-    while (latest > 0 && !states[latest].events.length) latest -= 1;
-    const {events} = states[latest];
+  function drawEvents(states, step) {
+    events.fill(states, () => eventsOf(states));
+    events.show(step);
+    const latest = states.slice(0, step + 1).findLastIndex((state) => state.events.length);
     part("latest").parentElement.classList.toggle("rkb-latest--past", latest < step);
-    const said = events.length ? `Step ${latest}. ${events.map(([, , text]) => text).join(" ")}` :
-      "Nothing has happened yet: all blocks are free. Press Step or Play.";
-    if (part("latest").textContent !== said) part("latest").textContent = said;
+    part("latest").textContent = latest < 0 ? "Nothing has happened yet: all blocks are free. Press Step or Play." :
+      `Step ${latest}. ${textOf(states[latest])}`;
   }
 
   // -- what is pointed at --------------------------------------------------------------------------------------
 
-  let drawn = null; // {state, blocks, host}
-  const pointed = {hover: null, focus: null, pinned: null};
+  let drawn = null; // {blocks, host}
+  const pointed = {hover: null, focus: null, pinned: null}; // cells
 
-  const keyOf = (cell) => (cell?.dataset.id === undefined ? null : {kind: cell.dataset.kind, id: Number(cell.dataset.id), entry: cell.dataset.request === undefined ? null : cell});
+  /** Which block a cell stands for; none if it has gone, or is not seen. */
+  function targetOf(cell) {
+    if (!cell?.isConnected || cell.dataset.id === undefined || cell.closest("[hidden]")) return null;
+    return {kind: cell.dataset.kind, id: Number(cell.dataset.id)};
+  }
 
   function showPointed() {
     for (const cell of root.querySelectorAll(".rkb-linked")) cell.classList.remove("rkb-linked");
     part("arrows").querySelectorAll("path.rkb-arrow").forEach((path) => path.remove());
-    const target = keyOf(pointed.hover ?? pointed.focus ?? pointed.pinned);
+    const target = targetOf(pointed.hover) ?? targetOf(pointed.focus) ?? targetOf(pointed.pinned);
     showInspector(target);
     if (!target) return;
     const cell = part(target.kind).querySelector(`[data-id="${target.id}"]`);
-    if (!cell) return;
     cell.classList.add("rkb-linked");
     const entries = part("tables").querySelectorAll(`.rkb-entry--full[data-kind="${target.kind}"][data-id="${target.id}"]`);
     for (const entry of entries) {
@@ -366,27 +351,29 @@
   }
 
   function showInspector(target) {
-    const inspector = part("inspector");
     if (!target) {
-      inspector.replaceChildren(element("p", {class: "rkb-hint", text: "Point at a block, or at an entry of a block table, to see what it holds and whose it is."}));
+      const hint = "Point at a block, or at an entry of a block table, to see what it holds and whose it is.";
+      part("inspector").replaceChildren(element("p", {class: "rkb-hint", text: hint}));
       return;
     }
     const block = (target.kind === "host" ? drawn.host : drawn.blocks)[target.id];
-    const state = stateOf(block);
-    const name = target.kind === "host" ? "Host block" : "Block";
-    const from = state === "idle" ? {request: block.cached.writer, logical: block.cached.logical} : block.holders[0];
-    let text = `${SAID[state](block)}`;
-    if (from) {
-      const logical = [...new Set(state === "idle" ? [from.logical] : block.holders.map((holder) => holder.logical))];
-      text += `, logical block ${listed(logical)}`;
-    }
-    if (block.cached && state !== "idle") text += block.cached.rows === blockSize ? ", in the radix tree" : `, ${count(block.cached.rows, "slot")} in the radix tree`;
-    const words = from ? wordsOf(from.request, from.logical, block.filled) : [];
-    inspector.replaceChildren(
-      element("p", {}, element("b", {text: `${name} ${target.id}`}), ` ${text}.`),
-      element("p", {class: "rkb-words"}, ...Array.from({length: blockSize}, (_, slot) =>
-        element("span", {class: words[slot] === undefined ? "rkb-word rkb-word--none" : "rkb-word", text: words[slot] ?? "empty"}))),
+    const places = block.holders.length ? block.holders : block.cached ? [{request: block.cached.writer, ...block.cached}] : [];
+    const words = places.length ? wordsOf(places[0].request, places[0].logical, block.filled) : [];
+    const name = `${target.kind === "host" ? "Host block" : "Block"} ${target.id}`;
+    part("inspector").replaceChildren(
+      element("p", {}, element("b", {text: name}), ` ${placedText(block, places)}.`),
+      element("p", {class: "rkb-words", id: "rkb-words"}, ...Array.from({length: blockSize}, (_, slot) =>
+        element("span", {class: words[slot] ? "rkb-word" : "rkb-word rkb-word--none", text: words[slot] ?? "empty"}))),
     );
+  }
+  /** Whose it is, which of their logical blocks, and what of it is cached. */
+  function placedText(block, places) {
+    const parts = [SAID[stateOf(block)](block)];
+    if (places.length) parts.push(`logical block ${listed([...new Set(places.map(({logical}) => logical))])}`);
+    if (block.holders.length && block.cached) {
+      parts.push(block.cached.rows === blockSize ? "in the radix tree" : `${count(block.cached.rows, "slot")} in the radix tree`);
+    }
+    return parts.join(", ");
   }
 
   const cellOf = (target) => target instanceof Element && target.closest(".rkb-block, .rkb-entry--full");
@@ -417,10 +404,7 @@
   root.addEventListener("focusin", (event) => {
     const cell = cellOf(event.target);
     pointed.focus = cell || null;
-    if (cell) {
-      for (const other of cell.closest('[role="grid"], table').querySelectorAll('[tabindex="0"]')) other.setAttribute("tabindex", "-1");
-      cell.setAttribute("tabindex", "0");
-    }
+    if (cell) stopAt(cell);
     showPointed();
   });
   root.addEventListener("focusout", () => {
@@ -428,9 +412,10 @@
     showPointed();
   });
 
-  function giveTabStop(holder, selector) {
-    for (const cell of holder.querySelectorAll('[tabindex="0"]')) cell.setAttribute("tabindex", "-1");
-    holder.querySelector(`${selector}--full`)?.setAttribute("tabindex", "0");
+  /** The tab key leads to this cell of its grid, and to no other. */
+  function stopAt(cell) {
+    for (const other of cell.closest('[role="grid"]').querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+    cell.tabIndex = 0;
   }
 
   const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
@@ -461,7 +446,7 @@
   function draw(values, step) {
     const states = statesOf(values);
     const state = states[step];
-    drawn = {state, blocks: blocksOf(state, values.pool), host: hostBlocksOf(state)};
+    drawn = {blocks: blocksOf(state, values.pool), host: hostBlocksOf(state)};
     part("pool-size").textContent = `${values.pool} blocks of ${blockSize} tokens`;
     drawGrid(part("pool"), drawn.blocks, "pool", "Block");
     part("host-section").hidden = values.mode !== "swap";
@@ -476,7 +461,7 @@
   }
 
   const MARKED = new Set(["start", "share", "preempt", "resume", "end"]);
-  const player = window.radixkvPlayer(root, {
+  const player = new Player(root, {
     options: [
       {name: "pool", label: "Pool size", kind: "range", ...data.pool, text: (n) => `${n} blocks, ${n * blockSize} tokens`},
       {name: "mode", label: "Preemption", kind: "radio", value: "recompute", choices: [["recompute", "Recompute"], ["swap", "Swap"]]},
@@ -485,9 +470,9 @@
     ],
     numSteps: (values) => statesOf(values).length,
     draw,
-    marks: (values) => statesOf(values).flatMap(({events}, step) => events
-      .filter(([kind]) => MARKED.has(kind)).map(([kind, , text]) => ({step, kind, label: text}))),
-    live: part("latest"),
+    say: (values, step) => textOf(statesOf(values)[step]) || "No event.",
+    marks: (values) => eventsOf(statesOf(values)).filter(({kind}) => MARKED.has(kind))
+      .map(({step, kind, text}) => ({step, kind, label: text})),
   });
   addEventListener("resize", showPointed);
 })();

@@ -5,10 +5,9 @@
 "use strict";
 
 (() => {
+  const {Player, EventList, element, count, listed, kept} = window.radixkv;
   const root = document.getElementById("rk-tree");
   const recording = window.radixkvTree;
-  if (!root || !recording) return;
-
   const SIZE = recording.blockSize;
   const ACT = Object.fromEntries(recording.acts.map((name, i) => [name, i]));
   const [LEAST, MOST] = recording.pools;
@@ -24,14 +23,6 @@
    * @typedef {{act: number, request: number, typed: number, hit: number, path: number[], text: string, state: State,
    *   added: number[], gone: number[], split: number[]}} Step
    */
-
-  const kept = (make) => {
-    const made = new Map();
-    return (key) => {
-      if (!made.has(key)) made.set(key, make(key));
-      return made.get(key);
-    };
-  };
 
   const nodeAt = kept((i) => {
     const [parent, request, start, end, blocks, used, hits] = recording.nodes[i];
@@ -68,33 +59,18 @@
   const keyOf = ({example, pool, policy}) => `${example} ${pool} ${policy}`;
 
   /** The words of a request, prompt and answer. */
-  const sequenceOf = kept((key) => {
-    const cut = key.lastIndexOf(" ");
-    const [prompt, answer] = recording.examples[key.slice(0, cut)].prompts[Number(key.slice(cut + 1))];
+  const sequences = kept((example) => kept((request) => {
+    const [prompt, answer] = recording.examples[example].prompts[request];
     return {words: [...prompt, ...answer].map((i) => recording.words[i]), prompt: prompt.length};
-  });
-  const wordsOf = (example, request) => sequenceOf(`${example} ${request}`);
-
-  // -- small things -------------------------------------------------------------------------------------------
-
-  const SVG = "http://www.w3.org/2000/svg";
-  function put(parent, tag, attributes = {}, text = null) {
-    const svg = parent.namespaceURI === SVG || tag === "svg";
-    const made = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
-    }
-    if (text !== null) made.textContent = text;
-    parent.append(made);
-    return made;
-  }
-  const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-  const listed = (items) =>
-    items.length < 2 ? String(items[0] ?? "none") : `${items.slice(0, -1).join(", ")} and ${items.at(-1)}`;
+  }));
+  const wordsOf = (example, request) => sequences(example)(request);
 
   // -- where the boxes stand ----------------------------------------------------------------------------------
 
-  const ROW = 21, CAPTION = 15, BADGE = 33, SIGN = 14, SLOT = 45, ROOMY = 60, GAP = 28, APART = 9, TOP = 6;
+  const ROW = 21, HEIGHT = ROW - 3, CAPTION = 15; // of a block: with and without the gap below; of what stands above a node
+  const BADGE = 33, SIGN = 14, SLOT = 45, ROOMY = 60; // width of a block's number, its sign, and a word: at least, at most
+  const GAP = 28, APART = 9, TOP = 6; // between a node and its children, between siblings, above all
+  const NARROW = 560; // below this, children stand under their parent
 
   const depthsOf = (nodes) => {
     const depth = [];
@@ -135,33 +111,39 @@
     return {boxes, slot, width: room, height: y, down: true};
   }
 
-  const layoutOf = (nodes, slot, room) => (room < 560 ? downLayout(nodes, slot, room) : acrossLayout(nodes, slot));
+  const layoutOf = (nodes, slot, room) => (room < NARROW ? downLayout(nodes, slot, room) : acrossLayout(nodes, slot));
 
-  /** The nodes that a step shows: an eviction is shown on the tree that it is taken from. */
-  function shownNodes(steps, number) {
-    const step = steps[number];
-    const evicts = step.gone.length && (step.act === ACT.allocate || step.act === ACT.answer);
-    return evicts ? steps[number - 1].state : step.state;
-  }
+  /** Blocks that leave the tree for want of room; on insertion others take their place. */
+  const evicts = (step) => step.gone.length > 0 && (step.act === ACT.allocate || step.act === ACT.answer);
+  /** The state that a step shows: an eviction is shown on the tree that it is taken from. */
+  const shownState = (steps, number) => (evicts(steps[number]) ? steps[number - 1] : steps[number]).state;
+  /** How many rows of each block are matched. */
+  const hitRowsOf = (step) => new Map(step.path.map((id, i) => [id, Math.min(SIZE, step.hit - i * SIZE)]));
 
   /** Width of a word, and height of the drawing, for all steps of a run: the page stands still while it plays. */
-  const fits = new Map();
-  function fitOf(key, steps, room) {
-    const name = `${key} ${room}`;
-    if (!fits.has(name)) {
-      const trees = [...new Set(steps.map((_, i) => shownNodes(steps, i)))].map(({nodes}) => nodes);
-      const deepest = Math.max(...trees.flatMap(depthsOf));
-      const fixed = BADGE + SIGN;
-      const slot = room < 560
-        ? Math.floor((room - 12 - 14 * deepest - fixed) / SIZE)
-        : Math.floor(((room - 30 + GAP) / (deepest + 1) - GAP - fixed) / SIZE);
-      const used = Math.max(room < 560 ? 0 : SLOT, Math.min(slot, ROOMY));
-      fits.set(name, {slot: used, height: Math.max(...trees.map((nodes) => layoutOf(nodes, used, room).height))});
-    }
-    return fits.get(name);
+  function fitOf(steps, room) {
+    const trees = [...new Set(steps.map((_, i) => shownState(steps, i)))].map(({nodes}) => nodes);
+    const deepest = Math.max(...trees.flatMap(depthsOf));
+    const fixed = BADGE + SIGN;
+    const slot = room < NARROW
+      ? Math.floor((room - 12 - 14 * deepest - fixed) / SIZE)
+      : Math.floor(((room - 30 + GAP) / (deepest + 1) - GAP - fixed) / SIZE);
+    const used = Math.max(room < NARROW ? 0 : SLOT, Math.min(slot, ROOMY));
+    return {slot: used, height: Math.max(...trees.map((nodes) => layoutOf(nodes, used, room).height))};
   }
+  const fits = kept((steps) => kept((room) => fitOf(steps, room)));
 
   // -- the tree -----------------------------------------------------------------------------------------------
+
+  const SVG = "http://www.w3.org/2000/svg";
+  /** A shape or text, put into another one. */
+  function put(parent, tag, attributes = {}, text = null) {
+    const made = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (text !== null) made.textContent = text;
+    parent.append(made);
+    return made;
+  }
 
   const LOCK = "M-3 -1v-1.6a3 3 0 0 1 6 0V-1M-4 -1h8v5.6h-8z";
   const panel = at("tree");
@@ -182,108 +164,103 @@
   ruler.font = `600 11.5px ${getComputedStyle(svg).fontFamily}`;
   const widthOf = kept((word) => ruler.measureText(word).width);
 
-  function drawBlock(group, {id, words, rows, pinned, mark, width, slot}) {
+  function drawBlock(group, block) {
+    const {id, words, pinned, mark, width, slot} = block;
     group.replaceChildren();
     group.setAttribute("class", ["rkt-block", pinned && "rkt-block--pinned", mark && `rkt-block--${mark}`]
       .filter(Boolean).join(" "));
     group.dataset.block = id;
-    const height = ROW - 3;
-    put(group, "rect", {class: "rkt-row", width: width - SIGN, height, rx: 3});
-    put(group, "rect", {class: "rkt-badge", width: BADGE - 3, height, rx: 3});
-    if (pinned) {
-      put(group, "path", {class: "rkt-lock", d: LOCK, transform: `translate(7.5 ${height / 2 - 1.5})`});
-    }
-    put(group, "text", {class: "rkt-id", x: pinned ? 21.5 : (BADGE - 3) / 2, y: height / 2 + 4}, id);
+    put(group, "rect", {class: "rkt-row", width: width - SIGN, height: HEIGHT, rx: 3});
+    put(group, "rect", {class: "rkt-badge", width: BADGE - 3, height: HEIGHT, rx: 3});
+    if (pinned) put(group, "path", {class: "rkt-lock", d: LOCK, transform: `translate(7.5 ${HEIGHT / 2 - 1.5})`});
+    put(group, "text", {class: "rkt-id", x: pinned ? 21.5 : (BADGE - 3) / 2, y: HEIGHT / 2 + 4}, id);
     for (let i = 0; i < SIZE; i++) {
       const x = BADGE + i * slot;
-      if (i >= words.length) {
-        put(group, "rect", {class: "rkt-empty", x: x + 1.5, y: 2.5, width: slot - 4, height: height - 5, rx: 2});
-        continue;
-      }
-      if (i < rows) {
-        put(group, "rect", {class: "rkt-hit", x, y: 1, width: slot - 1, height: height - 2, rx: 2});
-        put(group, "rect", {class: "rkt-hitline", x: x + 2, y: height - 3.5, width: slot - 5, height: 2});
-      }
-      const word = put(group, "text", {class: i < rows ? "rkt-word rkt-word--hit" : "rkt-word",
-        x: x + slot / 2 - 0.5, y: height / 2 + 3.5}, words[i]);
-      if (widthOf(words[i]) > slot - 3) {
-        word.setAttribute("textLength", slot - 3);
-        word.setAttribute("lengthAdjust", "spacingAndGlyphs");
-      }
+      if (i < words.length) drawWord(group, block, i, x);
+      else put(group, "rect", {class: "rkt-empty", x: x + 1.5, y: 2.5, width: slot - 4, height: HEIGHT - 5, rx: 2});
     }
     if (mark === "gone") {
-      put(group, "rect", {class: "rkt-crossed", width: width - SIGN, height, rx: 3});
-      put(group, "line", {class: "rkt-strike", x1: BADGE, x2: width - SIGN, y1: height / 2, y2: height / 2});
+      put(group, "rect", {class: "rkt-crossed", width: width - SIGN, height: HEIGHT, rx: 3});
+      put(group, "line", {class: "rkt-strike", x1: BADGE, x2: width - SIGN, y1: HEIGHT / 2, y2: HEIGHT / 2});
     }
     if (mark) {
-      put(group, "text", {class: "rkt-sign", x: width - SIGN / 2 + 1, y: height / 2 + 5}, mark === "gone" ? "×" : "+");
+      put(group, "text", {class: "rkt-sign", x: width - SIGN / 2 + 1, y: HEIGHT / 2 + 5}, mark === "gone" ? "×" : "+");
     }
+  }
+  function drawWord(group, {words, rows, slot}, i, x) {
+    const hit = i < rows;
+    if (hit) {
+      put(group, "rect", {class: "rkt-hit", x, y: 1, width: slot - 1, height: HEIGHT - 2, rx: 2});
+      put(group, "rect", {class: "rkt-hitline", x: x + 2, y: HEIGHT - 3.5, width: slot - 5, height: 2});
+    }
+    const word = put(group, "text", {class: hit ? "rkt-word rkt-word--hit" : "rkt-word",
+      x: x + slot / 2 - 0.5, y: HEIGHT / 2 + 3.5}, words[i]);
+    if (widthOf(words[i]) <= slot - 3) return;
+    word.setAttribute("textLength", slot - 3);
+    word.setAttribute("lengthAdjust", "spacingAndGlyphs");
   }
 
   function drawTree(values, steps, number, still) {
     const step = steps[number];
-    const {nodes, refs} = shownNodes(steps, number);
-    const room = wide;
-    const {slot, height} = fitOf(keyOf(values), steps, room);
-    const layout = layoutOf(nodes, slot, room);
-    const {boxes, down} = layout;
-    const width = Math.max(layout.width, room);
+    const {nodes, refs} = shownState(steps, number);
+    const {slot, height} = fits(steps)(wide);
+    const layout = layoutOf(nodes, slot, wide);
+    sizeDrawing(Math.max(layout.width, wide), height);
     svg.classList.toggle("rkt-still", still);
     svg.classList.toggle("rkt-roomy", slot >= 54);
-    // Deep trees shrink a little before they scroll.
-    const scale = Math.max(0.8, Math.min(1, room / width));
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    svg.setAttribute("width", width * scale);
-    svg.setAttribute("height", height * scale);
-    panel.style.minHeight = `${Math.max(height * scale + 2, 160)}px`;
+    svg.setAttribute("aria-label", nodes.length
+      ? `The tree: ${count(nodes.length, "node")}. The list below says the same in words.` : "The tree is empty.");
 
-    const gone = new Set(step.gone), added = new Set(step.added);
-    const hitRows = new Map(step.path.map((id, i) => [id, Math.min(SIZE, step.hit - i * SIZE)]));
-    const oldBlocks = blockShapes, oldNodes = nodeShapes;
+    const hitRows = hitRowsOf(step);
+    const old = {blocks: blockShapes, nodes: nodeShapes};
     blockShapes = new Map();
     nodeShapes = new Map();
     linkLayer.replaceChildren();
     litLayer.replaceChildren();
-
-    if (!down) {
+    if (!layout.down) {
       put(linkLayer, "text", {class: "rkt-root", transform: `translate(12 ${TOP + CAPTION + 26}) rotate(-90)`}, "root");
-    }
-    nodes.forEach((node, i) => {
-      const box = boxes[i];
-      const lit = node.blocks.some((id) => (hitRows.get(id) ?? 0) > 0);
-      drawLink(node, box, node.parent < 0 ? null : boxes[node.parent], lit, down, step.split);
-
-      const shape = keep(oldNodes, nodeShapes, node.blocks[0], nodeLayer);
-      shape.style.transform = `translate(${box.x}px, ${box.y}px)`;
-      shape.setAttribute("class", lit ? "rkt-node rkt-node--lit" : "rkt-node");
-      shape.replaceChildren();
-      put(shape, "rect", {class: "rkt-frame", x: -4, y: CAPTION - 3, width: box.width - SIGN + 8,
-        height: node.blocks.length * ROW + 3, rx: 5});
-      put(shape, "text", {class: "rkt-caption", x: -2, y: CAPTION - 6},
-        `${many(node.hits, "hit")}, last used by request ${node.used + 1}`);
-
-      const {words} = wordsOf(values.example, node.request);
-      node.blocks.forEach((id, j) => {
-        const from = node.start + j * SIZE;
-        const mark = gone.has(id) ? "gone" : added.has(id) ? "added" : "";
-        const group = keep(oldBlocks, blockShapes, id, blockLayer);
-        group.style.transform = `translate(${box.x}px, ${box.y + CAPTION + j * ROW}px)`;
-        drawBlock(group, {id, words: words.slice(from, Math.min(node.end, from + SIZE)), rows: hitRows.get(id) ?? 0,
-          pinned: refs[id] > 1, mark, width: box.width, slot});
-      });
-    });
-    for (const left of [...oldBlocks.values(), ...oldNodes.values()]) left.remove();
-    // An evicted block goes here; when its id comes back, it is another block.
-    for (const id of gone) {
-      blockShapes.get(id)?.setAttribute("data-left", "");
     }
     if (!nodes.length) {
       put(linkLayer, "text", {class: "rkt-nothing", x: 40, y: TOP + CAPTION + 14}, "The tree is empty.");
     }
-    svg.setAttribute("aria-label", nodes.length
-      ? `The tree: ${many(nodes.length, "node")}. The list below says the same in words.` : "The tree is empty.");
-    return nodes;
+    nodes.forEach((node, i) => {
+      const lit = node.blocks.some((id) => (hitRows.get(id) ?? 0) > 0);
+      drawLink(node, layout.boxes[i], layout.boxes[node.parent], lit, layout.down, step.split);
+      drawNode(keep(old.nodes, nodeShapes, node.blocks[0], nodeLayer), node, layout.boxes[i], lit);
+      drawBlocks(values, node, layout.boxes[i], {step, refs, hitRows, slot, old: old.blocks});
+    });
+    for (const left of [...old.blocks.values(), ...old.nodes.values()]) left.remove();
+    // An evicted block goes here; when its id comes back, it is another block.
+    for (const id of step.gone) blockShapes.get(id)?.setAttribute("data-left", "");
   }
+  function sizeDrawing(width, height) {
+    // Deep trees shrink a little before they scroll.
+    const scale = Math.max(0.8, Math.min(1, wide / width));
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.setAttribute("width", width * scale);
+    svg.setAttribute("height", height * scale);
+    panel.style.minHeight = `${Math.max(height * scale + 2, 160)}px`;
+  }
+  function drawNode(shape, node, box, lit) {
+    shape.style.transform = `translate(${box.x}px, ${box.y}px)`;
+    shape.setAttribute("class", lit ? "rkt-node rkt-node--lit" : "rkt-node");
+    shape.replaceChildren();
+    put(shape, "rect", {class: "rkt-frame", x: -4, y: CAPTION - 3, width: box.width - SIGN + 8,
+      height: node.blocks.length * ROW + 3, rx: 5});
+    put(shape, "text", {class: "rkt-caption", x: -2, y: CAPTION - 6}, usedText(node));
+  }
+  function drawBlocks(values, node, box, {step, refs, hitRows, slot, old}) {
+    const {words} = wordsOf(values.example, node.request);
+    node.blocks.forEach((id, j) => {
+      const from = node.start + j * SIZE;
+      const mark = step.gone.includes(id) ? "gone" : step.added.includes(id) ? "added" : "";
+      const group = keep(old, blockShapes, id, blockLayer);
+      group.style.transform = `translate(${box.x}px, ${box.y + CAPTION + j * ROW}px)`;
+      drawBlock(group, {id, words: words.slice(from, Math.min(node.end, from + SIZE)), rows: hitRows.get(id) ?? 0,
+        pinned: refs[id] > 1, mark, width: box.width, slot});
+    });
+  }
+  const usedText = ({hits, used}) => `${count(hits, "hit")}, last used by request ${used + 1}`;
 
   /** The shape of the last step with this key, or a new one. */
   function keep(old, now, key, layer) {
@@ -315,32 +292,34 @@
   }
 
   /** The same as a nested list. */
-  function listTree(values, nodes, step, refs) {
-    const holder = at("list");
-    holder.replaceChildren();
-    if (!nodes.length) put(holder, "p", {}, "The tree is empty.");
-    const hits = new Map(step.path.map((id, i) => [id, Math.min(SIZE, step.hit - i * SIZE)]));
-    const lists = new Map();
-    nodes.forEach((node, i) => {
-      if (!lists.has(node.parent)) {
-        lists.set(node.parent, put(node.parent < 0 ? holder : lists.get(`in ${node.parent}`), "ul"));
-      }
-      const item = put(lists.get(node.parent), "li");
-      lists.set(`in ${i}`, item);
-      const {words} = wordsOf(values.example, node.request);
-      const pinned = node.blocks.filter((id) => refs[id] > 1);
-      const lit = node.blocks.reduce((sum, id) => sum + (hits.get(id) ?? 0), 0);
-      const evicted = node.blocks.filter((id) => step.gone.includes(id));
-      const parts = [
-        `“${words.slice(node.start, node.end).join(" ")}”`,
-        `${node.blocks.length === 1 ? "block" : "blocks"} ${listed(node.blocks)}`,
-        pinned.length ? `pinned: ${listed(pinned)}` : "evictable",
-        lit ? `${many(lit, "word")} matched` : "",
-        evicted.length ? `evicted now: ${listed(evicted)}` : "",
-        `${many(node.hits, "hit")}, last used by request ${node.used + 1}`,
-      ];
-      put(item, "span", {}, parts.filter(Boolean).join("; "));
-    });
+  function listTree(values, steps, number) {
+    const step = steps[number];
+    const {nodes, refs} = shownState(steps, number);
+    const hitRows = hitRowsOf(step);
+    const top = element("ul");
+    const items = [];
+    for (const node of nodes) {
+      const item = element("li", {}, element("span", {text: nodeText(values, node, step, refs, hitRows)}));
+      items.push(item);
+      const parent = items[node.parent];
+      if (parent && !parent.querySelector("ul")) parent.append(element("ul"));
+      (parent ? parent.querySelector("ul") : top).append(item);
+    }
+    at("list").replaceChildren(nodes.length ? top : element("p", {text: "The tree is empty."}));
+  }
+  function nodeText(values, node, step, refs, hitRows) {
+    const {words} = wordsOf(values.example, node.request);
+    const pinned = node.blocks.filter((id) => refs[id] > 1);
+    const evicted = evicts(step) ? node.blocks.filter((id) => step.gone.includes(id)) : [];
+    const lit = node.blocks.reduce((sum, id) => sum + (hitRows.get(id) ?? 0), 0);
+    return [
+      `“${words.slice(node.start, node.end).join(" ")}”`,
+      `${node.blocks.length === 1 ? "block" : "blocks"} ${listed(node.blocks)}`,
+      pinned.length ? `pinned: ${listed(pinned)}` : "evictable",
+      lit ? `${count(lit, "word")} matched` : "",
+      evicted.length ? `evicted now: ${listed(evicted)}` : "",
+      usedText(node),
+    ].filter(Boolean).join("; ");
   }
 
   // -- the prompt ---------------------------------------------------------------------------------------------
@@ -351,71 +330,66 @@
   };
 
   function drawPrompt(values, step) {
-    const line = at("prompt");
-    line.replaceChildren();
     const {words, prompt} = step.request < 0 ? {words: [], prompt: 0} : wordsOf(values.example, step.request);
     const total = recording.examples[values.example].prompts.length;
     at("who").textContent = step.request < 0 ? "Nothing typed yet" : `Request ${step.request + 1} of ${total}`;
     at("doing").textContent = SAYS[recording.acts[step.act]];
     at("hit").textContent = step.request < 0 ? "" : `${step.hit} of ${Math.min(step.typed, prompt)} tokens cached`;
-    let group = null;
+    const groups = [];
     for (let i = 0; i < step.typed; i++) {
-      if (i % SIZE === 0) group = put(line, "span", {class: "rkt-group"});
+      if (i % SIZE === 0) groups.push(element("span", {class: "rkt-group"}));
       const kind = i < step.hit ? "hit" : i < prompt ? "new" : "answer";
-      const word = put(group, kind === "hit" ? "mark" : "span", {class: `rkt-token rkt-token--${kind}`}, words[i]);
-      if (i === step.typed - 1 && step.act === ACT.type) word.classList.add("rkt-token--last");
-      group.append(" ");
+      groups.at(-1).append(
+        element(kind === "hit" ? "mark" : "span", {class: `rkt-token rkt-token--${kind}`, text: words[i]}), " ");
     }
-    if (step.act === ACT.type || step.act === ACT.start) put(line, "span", {class: "rkt-caret", "aria-hidden": "true"});
+    const types = step.act === ACT.type || step.act === ACT.start;
+    at("prompt").replaceChildren(...groups, ...(types ? [element("span", {class: "rkt-caret", "aria-hidden": "true"})] : []));
   }
 
   // -- the pool -----------------------------------------------------------------------------------------------
 
-  function drawPool(step) {
-    const {nodes, refs, running} = step.state;
+  /** Filled rows of each block that is not free, and the request that holds it outside the tree. */
+  function filledOf({nodes, running}) {
     const filled = new Map();
-    const cached = new Set();
-    for (const {table, computed, request} of running) {
-      table.forEach((id, i) => filled.set(id, {rows: Math.max(0, Math.min(SIZE, computed - i * SIZE)), request}));
+    for (const {table, computed, request, tail} of running) {
+      if (tail.length) filled.set(tail[0], {rows: tail[1], owner: request});
+      table.forEach((id, i) => filled.set(id, {rows: Math.max(0, Math.min(SIZE, computed - i * SIZE)), owner: request}));
     }
     for (const node of nodes) {
-      node.blocks.forEach((id, i) => {
-        cached.add(id);
-        filled.set(id, {rows: Math.min(SIZE, node.end - node.start - i * SIZE)});
-      });
+      node.blocks.forEach((id, i) => filled.set(id, {rows: Math.min(SIZE, node.end - node.start - i * SIZE)}));
     }
-    const strip = at("pool");
-    strip.replaceChildren();
-    refs.forEach((count, id) => {
-      const {rows = 0, request = null} = filled.get(id) ?? {};
-      const [kind, said] = count === 0 ? ["free", "free"]
-        : !cached.has(id) ? ["own", `of request ${request + 1}, not in the tree`]
-        : count > 1 ? ["pinned", `cached and pinned, ${count} references`]
-        : ["cached", "cached, evictable"];
-      const sign = step.gone.includes(id) ? "×" : step.added.includes(id) ? "+" : "";
-      const label = `Block ${id}: ${said}${count ? `, ${rows} of ${SIZE} rows filled` : ""}` +
-        (sign === "×" ? "; evicted or replaced just now" : sign === "+" ? "; new in the tree" : "");
-      const cell = put(strip, "li", {class: `rkt-cell rkt-cell--${kind}`, "data-block": id, title: label});
-      put(cell, "span", {class: "rk-hidden"}, label);
-      put(cell, "span", {"aria-hidden": "true", class: "rkt-cell-id"}, id);
-      if (kind === "own") put(cell, "span", {"aria-hidden": "true", class: "rkt-cell-who"}, `r${request + 1}`);
-      if (sign) put(cell, "span", {"aria-hidden": "true", class: `rkt-cell-sign rkt-cell-sign--${sign === "+" ? "added" : "gone"}`}, sign);
-      const level = put(cell, "span", {"aria-hidden": "true", class: "rkt-level"});
-      for (let i = 0; i < SIZE; i++) put(level, "i", {class: i < rows ? "rkt-full" : null});
-    });
-    at("pool-size").textContent = `${refs.length} blocks of ${SIZE} tokens`;
+    return filled;
   }
 
-  function drawRunning(step) {
-    const list = at("running");
-    list.replaceChildren();
-    if (!step.state.running.length) put(list, "li", {class: "rkt-none"}, "No request holds a block.");
-    for (const {request, table, tail} of step.state.running) {
-      const item = put(list, "li");
-      put(item, "b", {}, `Request ${request + 1}: `);
-      item.append(table.length ? table.join(" ") : tail.length ? "" : "nothing yet");
-      if (tail.length) item.append(`${table.length ? " + " : ""}${many(tail[1], "row")} of ${tail[0]}`);
-    }
+  function drawPool(step) {
+    const {refs} = step.state;
+    const filled = filledOf(step.state);
+    at("pool").replaceChildren(...refs.map((references, id) => poolCell(step, id, references, filled.get(id) ?? {rows: 0})));
+    at("pool-size").textContent = `${refs.length} blocks of ${SIZE} tokens`;
+  }
+  const SIGNS = {added: ["+", "; new in the tree"], gone: ["×", "; evicted or replaced just now"]};
+  function poolCell(step, id, references, {rows, owner}) {
+    const [kind, said] = references === 0 ? ["free", "free"]
+      : owner !== undefined ? ["own", `of request ${owner + 1}, not in the tree`]
+      : references > 1 ? ["pinned", `cached and pinned, ${references} references`]
+      : ["cached", "cached, evictable"];
+    const change = step.gone.includes(id) ? "gone" : step.added.includes(id) ? "added" : "";
+    const label = `Block ${id}: ${said}${references ? `, ${rows} of ${SIZE} rows filled` : ""}${change ? SIGNS[change][1] : ""}`;
+    const drawn = (tag, name, ...children) => element(tag, {class: name, "aria-hidden": "true"}, ...children);
+    return element("li", {class: `rkt-cell rkt-cell--${kind}`, "data-block": id, title: label},
+      element("span", {class: "rk-hidden", text: label}),
+      drawn("span", "rkt-cell-id", String(id)),
+      ...(kind === "own" ? [drawn("span", "rkt-cell-who", `r${owner + 1}`)] : []),
+      ...(change ? [drawn("span", `rkt-cell-sign rkt-cell-sign--${change}`, SIGNS[change][0])] : []),
+      drawn("span", "rkt-level", ...Array.from({length: SIZE}, (_, i) => element("i", {class: i < rows ? "rkt-full" : null}))));
+  }
+
+  function drawRunning({state: {running}}) {
+    const items = running.map(({request, table, tail}) => {
+      const parts = [table.join(" "), tail.length ? `${count(tail[1], "row")} of ${tail[0]}` : ""].filter(Boolean);
+      return element("li", {}, element("b", {text: `Request ${request + 1}: `}), parts.join(" + ") || "nothing yet");
+    });
+    at("running").replaceChildren(...(items.length ? items : [element("li", {class: "rkt-none", text: "No request holds a block."})]));
   }
 
   function drawCounters(step, steps, number, still) {
@@ -433,45 +407,19 @@
 
   // -- the events ---------------------------------------------------------------------------------------------
 
-  let listedRun = "", eventItems = [];
-  function listEvents(values, steps) {
-    const key = keyOf(values);
-    if (key === listedRun) return;
-    listedRun = key;
-    const list = at("events");
-    list.replaceChildren();
-    eventItems = [];
-    let request = -1;
-    steps.forEach((step, number) => {
-      const first = step.act === ACT.type && step.request !== request;
-      if (step.act === ACT.type && !first) return;
-      if (first) request = step.request;
-      const evicts = step.gone.length > 0 && step.act !== ACT.insert && step.act !== ACT.keep;
-      const item = put(list, "li", {class: first ? "rkt-event rkt-event--first" : "rkt-event"});
-      const button = put(item, "button", {type: "button", "data-step": number,
-        class: evicts ? "rkt-evicts" : step.split.length ? "rkt-splits" : null});
-      const {words, prompt} = first ? wordsOf(values.example, request) : {words: [], prompt: 0};
-      button.textContent = first ? `Request ${request + 1} is typed: … ${words.slice(Math.max(0, prompt - 3), prompt).join(" ")}` : step.text;
-      button.addEventListener("click", () => player.go(number));
-      eventItems.push([number, button]);
-    });
-  }
+  const events = new EventList(at("events"), (step) => player.go(step));
 
-  function markEvent(number) {
-    let current = null;
-    for (const [step, button] of eventItems) {
-      button.classList.toggle("rkt-ahead", step > number);
-      if (step <= number) current = button;
-    }
-    if (!current || current.hasAttribute("aria-current")) return;
-    at("events").querySelector("[aria-current]")?.removeAttribute("aria-current");
-    current.setAttribute("aria-current", "step");
-    // Only the list scrolls, never the page.
-    const box = at("events");
-    const top = current.offsetTop;
-    if (top < box.scrollTop || top + current.offsetHeight > box.scrollTop + box.clientHeight) {
-      box.scrollTop = top - box.clientHeight / 2 + current.offsetHeight / 2;
-    }
+  /** All but the typing, of which only the beginning is told. */
+  function eventsOf(values, steps) {
+    return steps.flatMap((step, number) => {
+      if (step.act !== ACT.type) {
+        return [{step: number, text: step.text, kind: evicts(step) ? "evict" : step.split.length ? "split" : "plain"}];
+      }
+      if (steps[number - 1].act === ACT.type && steps[number - 1].request === step.request) return [];
+      const {words, prompt} = wordsOf(values.example, step.request);
+      const end = words.slice(Math.max(0, prompt - 3), prompt).join(" ");
+      return [{step: number, text: `Request ${step.request + 1} is typed: … ${end}`, kind: "first"}];
+    });
   }
 
   // -- all together -------------------------------------------------------------------------------------------
@@ -483,21 +431,21 @@
     const still = before.key !== keyOf(values) || Math.abs(before.step - number) > 1;
     before = {key: keyOf(values), step: number};
     drawPrompt(values, step);
-    const nodes = drawTree(values, steps, number, still);
-    listTree(values, nodes, step, shownNodes(steps, number).refs);
+    drawTree(values, steps, number, still);
+    listTree(values, steps, number);
     drawPool(step);
     drawRunning(step);
     drawCounters(step, steps, number, still);
     at("event").textContent = step.text;
-    listEvents(values, steps);
-    markEvent(number);
+    events.fill(steps, () => eventsOf(values, steps));
+    events.show(number);
     root.dataset.step = number;
     root.dataset.act = recording.acts[step.act];
   }
 
   const examples = Object.entries(recording.examples).map(([name, {label}]) => [name, label]);
   const policies = Object.entries(recording.policies);
-  const player = window.radixkvPlayer(root, {
+  const player = new Player(root, {
     options: [
       {name: "example", label: "Example", kind: "radio", value: "few-shot", choices: examples, restarts: true},
       {name: "pool", label: "Pool", kind: "range", min: LEAST, max: MOST, value: 12, text: (n) => `${n} blocks`},
@@ -505,26 +453,22 @@
     ],
     numSteps: (values) => runOf(keyOf(values)).length,
     draw,
-    live: at("event"),
+    say: (values, number) => runOf(keyOf(values))[number].text,
     marks: (values) => runOf(keyOf(values)).flatMap((step, number) => {
       if (step.act === ACT.match) return [{step: number, label: `request ${step.request + 1} is sent`, kind: "send"}];
-      const evicts = step.gone.length && (step.act === ACT.allocate || step.act === ACT.answer);
-      return evicts ? [{step: number, label: "eviction", kind: "evict"}] : [];
+      return evicts(step) ? [{step: number, label: "eviction", kind: "evict"}] : [];
     }),
     speed: 4,
   });
 
-  const next = document.createElement("button");
-  next.type = "button";
-  next.className = "rk-button rkt-next";
-  next.textContent = "Next prompt";
-  next.title = "To the moment when the next prompt is sent";
-  next.addEventListener("click", () => {
-    const steps = runOf(keyOf(player.values));
-    const found = steps.findIndex((step, i) => i > player.step && step.act === ACT.match);
-    player.go(found < 0 ? steps.length - 1 : found);
-  });
-  root.querySelector(".rk-buttons").append(next);
+  root.querySelector(".rk-buttons").append(element("button", {
+    type: "button", class: "rk-button rkt-next", title: "To the moment when the next prompt is sent", text: "Next prompt",
+    onclick: () => {
+      const steps = runOf(keyOf(player.values));
+      const found = steps.findIndex((step, i) => i > player.step && step.act === ACT.match);
+      player.go(found < 0 ? steps.length - 1 : found);
+    },
+  }));
 
   // A block in the pool and in the tree are the same: each shows the other.
   function point(event) {

@@ -2,7 +2,8 @@
 
 The blocks of one page share their names, in order. A comment that starts with `#>` is a line that the
 code before it prints; `...` in it stands for anything. A block fenced as `{.python .no-run}` is skipped. What a block
-loads from the hub by the Auto classes is the demo's tiny model and its tokenizer.
+loads from the hub by the Auto classes is the demo's tiny model and its tokenizer. A page that includes the snippet
+`given.md` has the names that its block makes, as a reader who pastes both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+GIVEN = ROOT / "docs/tooling/snippets/given.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>\{?\.?python\b.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.M)
 MOST_SKIPPED = 3
@@ -49,8 +51,7 @@ def run(page: Path, line: int, code: str, names: dict) -> None:
     [p for p in PAGES if any(r for *_, r in blocks(p))],
     ids=lambda p: p.relative_to(ROOT).with_suffix("").as_posix(),
 )
-def test_page_runs(page, tiny_llama, tmp_path, monkeypatch):
-    import torch
+def test_page_runs(page, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from radixkv.core import eviction
@@ -61,12 +62,10 @@ def test_page_runs(page, tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: make_tiny_model())
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: make_byte_tokenizer())
     monkeypatch.chdir(tmp_path)
-    prompt = torch.randint(1, 256, (1, 100), generator=torch.Generator().manual_seed(0))
-    names = {
-        "__name__": "__main__",
-        "model": tiny_llama,
-        "inputs": {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)},
-    }
+    names = {"__name__": "__main__"}
+    if f'--8<-- "{GIVEN.relative_to(ROOT).as_posix()}"' in page.read_text():
+        for line, code, _ in blocks(GIVEN):
+            run(GIVEN, line, code, names)
     for line, code, wanted in blocks(page):
         if wanted:
             run(page, line, code, names)

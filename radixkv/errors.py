@@ -11,7 +11,13 @@ __all__ = [
     "OutOfBlocksError",
     "RadixKVError",
     "UnsupportedModelError",
+    "install_hint",
 ]
+
+
+def install_hint(extra: str) -> str:
+    """How to install what an extra of radixkv brings, as the end of a message. It is on no package index yet."""
+    return f'install the extra "{extra}": in a clone of radixkv, pip install ".[{extra}]"'
 
 
 class RadixKVError(Exception):

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from radixkv.core.errors import InvalidRequestError, is_out_of_memory
+from radixkv.core.errors import InvalidRequestError, install_hint, is_out_of_memory
 
 __all__ = [
     "INSTALL",
@@ -21,7 +21,7 @@ __all__ = [
     "version_problem",
 ]
 
-INSTALL = "pip install 'radixkv[cuda]'"
+INSTALL = install_hint("cuda")
 
 # The first release whose calls were read and bound against ours, and the first of which nothing is known.
 _FIRST, _BEFORE = (0, 6, 13), (0, 8)

@@ -12,6 +12,7 @@ from radixkv.bench import workloads as workloads_module
 from radixkv.bench.runner import BenchResult, Runner
 from radixkv.bench.ways import EngineWay, GenerateBatch, NotMeasured, OneByOne, Padded, Setting, Way
 from radixkv.bench.workloads import make_workloads
+from radixkv.core.errors import install_hint
 from radixkv.demo import main as demo
 from radixkv.demo.bars import WorkloadBars
 from radixkv.demo.errors import DemoError
@@ -53,7 +54,7 @@ def run_bench(options: Options) -> tuple[BenchResult, dict[str, Any]]:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise DemoError('bench needs transformers: pip install "radixkv[demo]"') from error
+        raise DemoError(f"bench needs transformers: {install_hint('demo')}") from error
     import torch
     from transformers.utils import logging
 

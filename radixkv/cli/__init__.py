@@ -1,4 +1,4 @@
-"""The command line. `main` is the entry point; it needs the extra `radixkv[demo]`."""
+"""The command line. `main` is the entry point; it needs the extra `demo`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from radixkv.cli.streams import has_stderr
+from radixkv.core.errors import install_hint
 
 __all__ = ["main"]
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `radixkv` with these arguments (default: those of the process) and return its exit code."""
     has_stderr()
     if any(importlib.util.find_spec(name) is None for name in ("typer", "rich")):
-        print('radixkv: the command line needs typer and rich: pip install "radixkv[demo]"', file=sys.stderr)
+        print(f"radixkv: the command line needs typer and rich: {install_hint('demo')}", file=sys.stderr)
         return EXIT_USAGE
     from radixkv.cli.app import run
 

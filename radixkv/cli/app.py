@@ -71,6 +71,11 @@ class WayName(str, Enum):
     generate_batch = "generate_batch"
 
 
+def _names(choices: type[Enum]) -> str:
+    *first, last = (choice.value for choice in choices)
+    return f"{', '.join(first)} or {last}"
+
+
 FormatOption = Annotated[Format, typer.Option("--format", help="Tables, or one JSON document on stdout.")]
 
 # What the commands that run a model have in common.
@@ -223,11 +228,19 @@ def bench(
     tiny: TinyOption = False,
     workload: Annotated[
         list[WorkloadName] | None,
-        typer.Option(help="Only this one; may be given again. Default: all.", show_default=False),
+        typer.Option(
+            help=f"Only this one of {_names(WorkloadName)}; may be given again. Default: all.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
     skip: Annotated[
         list[WayName] | None,
-        typer.Option(help="Leave a way out, the slow ones say; may be given again.", show_default=False),
+        typer.Option(
+            help=f"Leave out a way, for example a slow one: {_names(WayName)}; may be given again.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Prompts of a round.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 16,
@@ -246,11 +259,15 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Run each workload so often, show medians.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Run each workload this many times and show medians.")
+    ] = 1,
     threads: ThreadsOption = None,
     device: DeviceOption = "cpu",
     output: FormatOption = Format.table,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds of chat and thoughts.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rounds of the workloads chat and tree.")
+    ] = False,
 ) -> int:
     """The same prompts through generate, padded batches, generate_batch and the engine: time, memory, tokens.
 
@@ -332,7 +349,7 @@ def replay(
         typer.Option(help="Draw hit rate over capacity into this .png or .svg file.", metavar="FILE"),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Read so many requests at most.", show_default=False)
+        int | None, typer.Option(min=1, help="Read at most this many requests.", show_default=False)
     ] = None,
     skip_bad: Annotated[
         bool,

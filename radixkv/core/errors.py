@@ -8,6 +8,7 @@ from radixkv.errors import (
     OutOfBlocksError,
     RadixKVError,
     UnsupportedModelError,
+    install_hint,
 )
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "RadixKVError",
     "UnsupportedModelError",
     "first_line",
+    "install_hint",
     "is_out_of_memory",
 ]
 

@@ -92,7 +92,9 @@ def to_int64(tokens: Any) -> TokenArray:
     elif isinstance(tokens, (bytes, bytearray)):
         array = np.frombuffer(tokens, np.uint8)
     elif isinstance(tokens, str) or not (hasattr(tokens, "__array__") or _is_buffer(tokens)):
-        if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        if isinstance(tokens, str):
+            raise InvalidRequestError("tokens must be integers, got a str: tokenize it first")
+        if not isinstance(tokens, Iterable):
             raise InvalidRequestError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
         array = _from_items(list(tokens))
     else:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixkv.core.errors import install_hint
 from radixkv.demo.bars import WorkloadBars
 from radixkv.demo.errors import DemoError
 from radixkv.demo.runner import DemoResult, Runner
 from radixkv.demo.workloads import ChatFormat, Message, make_workloads, plain_chat
+from radixkv.replay.hub import hub_options, not_reached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,12 +96,15 @@ def _load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     where = str(Path(name).expanduser()) if looks_like_path else name
     if looks_like_path and not Path(where).is_dir():
         raise DemoError(f"--model {name}: there is no such folder")
+    options = {} if looks_like_path else hub_options(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DemoError(f"--model {name} cannot be loaded: {reason}") from error
+        reason = reason.rstrip(".")
+        hint = not_reached(options, "its folder, or use --tiny")
+        raise DemoError(f"--model {name} cannot be loaded: {reason}{hint}") from error
     return model.eval(), tokenizer
 
 
@@ -107,7 +112,7 @@ def _require_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise DemoError('the demo needs transformers: pip install "radixkv[demo]"') from error
+        raise DemoError(f"the demo needs transformers: {install_hint('demo')}") from error
 
 
 def _measure(options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DemoResult:

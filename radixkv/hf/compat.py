@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from radixkv.core.errors import UnsupportedModelError
+from radixkv.core.errors import UnsupportedModelError, install_hint
 
 try:
     from transformers import DynamicCache
     from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:  # pragma: no cover - needs an environment without transformers
     raise UnsupportedModelError(
-        'plugging into a model needs transformers 4.57 or newer: pip install "radixkv[hf]"'
+        f"plugging into a model needs transformers 4.57 or newer: {install_hint('hf')}"
     ) from error
 
 __all__ = [

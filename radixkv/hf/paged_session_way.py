@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from radixkv.attention import AttentionBackend, backend_choice, make_backend
 from radixkv.attention.flashinfer_backend import FlashInferBackend
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.errors import RadixKVError, UnsupportedModelError, is_out_of_memory
+from radixkv.core.warn import warn_user
 from radixkv.hf.calls import OuterCall
 from radixkv.hf.paged_session import Pages, Room
 from radixkv.hf.paged_session_probe import find_out
@@ -96,9 +96,8 @@ class PagedWay:
                     raise
                 self.reason = str(error)
                 if self._decode == "paged":
-                    warnings.warn(
-                        f'decode="paged": sessions of this model keep their KV in buffers of their own ({error})',
-                        stacklevel=2,
+                    warn_user(
+                        f'decode="paged": sessions of this model keep their KV in buffers of their own ({error})'
                     )
                 else:
                     _log.info("decode is contiguous: %s", error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.core.errors import InvalidRequestError, UnsupportedModelError
 from radixkv.core.eviction import Retention
 from radixkv.core.namespace import Namespace, canonical_namespace
+from radixkv.core.warn import warn_user
 from radixkv.hf.calls import (
     WHY,
     OuterCall,
@@ -606,10 +606,9 @@ class HFPlug:
             first = reason not in self._warned
             self._warned.add(reason)
         if first:
-            warnings.warn(
+            warn_user(
                 f"radixkv passed a call through without reusing KV, because {WHY[reason]} "
-                f"(counted in stats.bypasses[{reason!r}]; shown once)",
-                stacklevel=2,
+                f"(counted in stats.bypasses[{reason!r}]; shown once)"
             )
 
     def _filler_ids(self) -> tuple[int, frozenset[int]] | None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from radixkv.errors import install_hint
+
 try:
     import msgspec
 except ImportError as error:
-    raise ImportError('KV events need msgspec and pyzmq: pip install "radixkv[observe]"') from error
+    raise ImportError(f"KV events need msgspec and pyzmq: {install_hint('observe')}") from error
 
 __all__ = [
     "DIALECTS",

@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from radixkv.errors import install_hint
+
 try:
     import zmq
 except ImportError as error:
-    raise ImportError('KV events need msgspec and pyzmq: pip install "radixkv[observe]"') from error
+    raise ImportError(f"KV events need msgspec and pyzmq: {install_hint('observe')}") from error
 
 from radixkv.observe.kv_endpoints import close_inherited, open_endpoint
 from radixkv.observe.kv_messages import Dialect, KVCacheEvent, encode_batch

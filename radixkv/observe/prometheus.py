@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from radixkv.errors import InvalidRequestError
+from radixkv.errors import InvalidRequestError, install_hint
 from radixkv.observe.histogram import HistogramStats
 from radixkv.observe.metrics import CACHE, ENGINE, Metric, ShownCache, ShownEngine, Value, of_cache, of_engine
 
@@ -198,7 +198,7 @@ def register(
         import prometheus_client
     except ImportError as error:
         raise ImportError(
-            "metrics for Prometheus need prometheus-client: pip install 'radixkv[observe]'"
+            f"metrics for Prometheus need prometheus-client: {install_hint('observe')}"
         ) from error
     _require(cache, of_cache, "a PrefixCache")
     if engine is not None:

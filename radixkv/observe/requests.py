@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 __all__ = ["MISS_REASONS", "OTHER_CIRCUMSTANCES", "MissNote", "RequestStats"]
 
 MISS_REASONS = {
-    "never_seen": "was never cached before",
-    "evicted": "was cached before and has been evicted",
-    "cleared": "was cached before, until the cache was cleared",
-    "other_namespace": "was cached in another namespace",
-    "bypassed": "was computed by a call that was passed through (see stats.bypasses)",
-    "not_kept": "was computed before, but there was no room to keep it",
-    "unknown": "is new, or so old that the cache has forgotten what became of it",
-    "unused": "was cached, but taking it was not worth its cost in this call",
+    "never_seen": "never cached before",
+    "evicted": "cached before and evicted since",
+    "cleared": "cached before, until the cache was cleared",
+    "other_namespace": "cached in another namespace",
+    "bypassed": "computed before, but by a call that was passed through (see stats.bypasses)",
+    "not_kept": "computed before, but there was no room to keep it",
+    "unknown": "new, or so old that the cache has forgotten what became of it",
+    "unused": "cached, but taking it was not worth its cost in this call",
 }
-"""Why a position is not served from the cache, as the end of a sentence that starts with the position."""
+"""Why a position is not served from the cache, as it follows "from position 12 on," or "the rest was"."""
 
 OTHER_CIRCUMSTANCES = ", under other weights, adapters or settings of the model"
 """End of `seen_in` where the namespace is the prompt's own."""
@@ -90,30 +90,33 @@ class RequestStats:
 
     def explain(self) -> str:
         """One sentence: what was hit, and why it was not more."""
-        hit = f"hit {self.hit_tokens or 'none'} of {self.prompt_tokens} tokens"
+        hit = (
+            f"hit {self.hit_tokens or 'none'} of {self.prompt_tokens} token{'s' * (self.prompt_tokens != 1)}"
+        )
         if self.outcome == "full":
             if self.prompt_tokens <= self.required_tokens:
-                return f"{hit}; all of them must be computed in any case"
+                return f"{hit}; all must be computed in any case"
             last = "the last one" if self.required_tokens == 1 else f"the last {self.required_tokens}"
             return f"{hit}; only {last} had to be computed"
         if self.miss_reason is None:
             return hit
         if self.diverged_at is None:
-            return f"{hit}; the rest {MISS_REASONS[self.miss_reason]}"
+            return f"{hit}; the rest was {MISS_REASONS[self.miss_reason]}"
         if self.hit_tokens < self.diverged_at:
-            hit += f", though {self.diverged_at} were cached: taking {_those(self)} was not worth its cost"
+            cached = f"{self.diverged_at} {'was' if self.diverged_at == 1 else 'were'} cached"
+            hit += f", though {cached}: taking {_those(self)} was not worth its cost"
         elif self.hit_tokens > self.diverged_at:
             more = self.hit_tokens - self.diverged_at
             hit += f", {more} of which another prompt of the same batch computed"
         why = MISS_REASONS[self.miss_reason]
         if self.seen_in is not None:
             if self.seen_in.endswith(OTHER_CIRCUMSTANCES):
-                why = f"was cached{OTHER_CIRCUMSTANCES[1:]}"
+                why = f"cached{OTHER_CIRCUMSTANCES[1:]}"
             elif self.seen_in == "None":
-                why = "was cached in the default namespace"
+                why = "cached in the default namespace"
             else:
-                why = f"was cached in another namespace: {self.seen_in}"
-        return f"{hit}; position {self.diverged_at} on {why}"
+                why = f"cached in another namespace: {self.seen_in}"
+        return f"{hit}; from position {self.diverged_at} on, {why}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with `outcome`."""
@@ -121,4 +124,6 @@ class RequestStats:
 
 
 def _those(request: RequestStats) -> str:
-    return "more" if request.hit_tokens else "them"
+    if request.hit_tokens:
+        return "more"
+    return "it" if request.diverged_at == 1 else "them"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.errors import InvalidRequestError, install_hint
+from radixkv.replay.hub import hub_options, not_reached
 
 __all__ = ["KVSize", "kv_size"]
 
@@ -266,14 +267,16 @@ def _with_defaults(name: str, where: str) -> dict[str, Any]:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise InvalidRequestError(
-            f'model config {name} needs transformers to be read: pip install "radixkv[hf]"'
+            f"model config {name} needs transformers to be read: {install_hint('hf')}"
         ) from error
+    options = {} if Path(where).exists() else hub_options(where)
     try:
-        return _fields(transformers.AutoConfig.from_pretrained(where))
+        return _fields(transformers.AutoConfig.from_pretrained(where, **options))
     except Exception as error:  # of several packages, whose errors have no common base
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise InvalidRequestError(f"model config {name} cannot be loaded: {reason}") from error
+        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        hint = not_reached(options, "a folder or a config.json")
+        raise InvalidRequestError(f"model config {name} cannot be loaded: {reason}{hint}") from error
 
 
 def _fields(config: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def read_trace(
             cache (default 16).
         tokenizer: For prompts and messages: path of a `tokenizer.json`, folder or hub id of a model, or a
             tokenizer object.
-        limit: Read so many requests at most.
+        limit: Read at most this many requests.
         skip_bad: Leave out and count requests that make no sense, instead of refusing the trace.
         progress: Called now and then with "Reading", bytes read and bytes of the file.
 

@@ -55,8 +55,8 @@ class RequestReader:
         self._tokenizer = tokenizer
         if shape in ("prompt", "messages") and tokenizer is None:
             raise InvalidRequestError(
-                f"the requests of this trace are texts ({shape}): name the tokenizer of the model with "
-                "tokenizer (--tokenizer)"
+                f"the requests of this trace are texts ({shape}): pass --tokenizer (in Python tokenizer=) with "
+                "the folder or hub id of the model, or a tokenizer.json"
             )
         self._last: tuple[float, int] | None = None
         self._content: Callable[[dict[str, Any]], npt.NDArray[np.int64]] = {

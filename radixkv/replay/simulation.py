@@ -114,7 +114,7 @@ def simulate(
             cache (default 16). A `Trace` has one already, which this must agree with.
         tokenizer: For traces of texts that are yet to be read; see `read_trace`.
         model_config: The model that the KV is of, for sizes in bytes; see `kv_size`.
-        limit: Read so many requests at most.
+        limit: Read at most this many requests.
         skip_bad: Leave out requests that make no sense, or are longer than the smallest capacity.
         jobs: Processes that replay at the same time. They import the script that calls this, which must therefore do
             so below `if __name__ == "__main__":`; policies that are no names must be importable.

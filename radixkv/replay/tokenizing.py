@@ -6,7 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any, Protocol
 
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.errors import InvalidRequestError, install_hint
+from radixkv.replay.hub import hub_options, not_reached
 
 __all__ = ["Tokenizer", "as_tokenizer"]
 
@@ -84,6 +85,7 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def _load(name: str) -> Tokenizer:
     path = Path(name).expanduser()
+    options: dict[str, Any] = {}
     try:
         if path.suffix == ".json" or path.is_file():
             tokenizers = _package("tokenizers")
@@ -93,17 +95,20 @@ def _load(name: str) -> Tokenizer:
         if name.startswith((".", "/", "~")) and not path.is_dir():
             raise InvalidRequestError(f"tokenizer {name}: there is no such folder")
         where = str(path) if path.is_dir() else name
-        return _Transformers(_package("transformers").AutoTokenizer.from_pretrained(where))
+        transformers = _package("transformers")
+        options = {} if path.is_dir() else hub_options(name)
+        return _Transformers(transformers.AutoTokenizer.from_pretrained(where, **options))
     except InvalidRequestError:
         raise
     except Exception as error:  # of several packages, whose errors have no common base
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise InvalidRequestError(f"tokenizer {name} cannot be loaded: {reason}") from error
+        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        hint = not_reached(options, "a folder or a tokenizer.json")
+        raise InvalidRequestError(f"tokenizer {name} cannot be loaded: {reason}{hint}") from error
 
 
 def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InvalidRequestError(f'a tokenizer needs {name}: pip install "radixkv[hf]"') from error
+        raise InvalidRequestError(f"a tokenizer needs {name}: {install_hint('hf')}") from error

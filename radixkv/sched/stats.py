@@ -45,6 +45,14 @@ class SchedulerStats:
     held_slots: int = 0
     filled_slots: int = 0
 
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"steps: {self.steps:,}; admissions: {self.admissions:,}; {self.hit_tokens:,} of {self.prompt_tokens:,} "
+            f"prompt tokens hit ({self.hit_rate:.1%}); computed tokens: {self.computed_tokens:,}; "
+            f"preemptions: {self.preemptions:,}"
+        )
+
     @property
     def preemptions(self) -> int:
         """Pauses of sequences that ran, by recompute and by swap."""

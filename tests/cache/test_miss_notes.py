@@ -456,4 +456,4 @@ def test_bytes_that_are_no_namespace_are_printed_as_bytes(odd):
 def test_every_reason_makes_a_sentence():
     said = {RequestStats.of(900, 512, MissNote(512, reason)).explain() for reason in MISS_REASONS}
     assert len(said) == len(MISS_REASONS)
-    assert "hit 512 of 900 tokens; position 512 on was cached before and has been evicted" in said
+    assert "hit 512 of 900 tokens; from position 512 on, cached before and evicted since" in said

@@ -47,7 +47,7 @@ def test_new_then_full_then_branching(cache: Any, model: Any) -> None:
     other = join(IDS[:, :30], (IDS[:, 30:] + 1) % 50 + 1)
     record = ask(cache, model, other)
     assert reason(record) == (30, "never_seen")
-    assert record.explain() == "hit 30 of 45 tokens; position 30 on was never cached before"
+    assert record.explain() == "hit 30 of 45 tokens; from position 30 on, never cached before"
     stats = cache.stats
     assert (stats.full_hits, stats.partial_hits, stats.no_hits) == (1, 1, 1)
     assert stats.misses == {"never_seen": 2}
@@ -61,7 +61,7 @@ def test_evicted(cache: Any, model: Any) -> None:
     before = cache.stats
     record = ask(cache, model)
     assert record.miss_reason == "evicted"
-    assert "was cached before and has been evicted" in record.explain()
+    assert "on, cached before and evicted since" in record.explain()
     between = cache.stats - before
     assert (between.requests, between.misses) == (1, {"evicted": 1})
     assert cache.stats.evicted_tokens > cache.stats.evicted_blocks * 3
@@ -96,7 +96,7 @@ def test_other_namespace(cache: Any, model: Any) -> None:
     ask(cache, model, namespace=("tenant", "a"))
     record = ask(cache, model)
     assert reason(record) == (0, "other_namespace")
-    assert record.explain().endswith("position 0 on was cached in another namespace: ('tenant', 'a')")
+    assert record.explain().endswith("from position 0 on, cached in another namespace: ('tenant', 'a')")
 
 
 def test_other_weights(cache: Any, model: Any) -> None:
@@ -106,7 +106,7 @@ def test_other_weights(cache: Any, model: Any) -> None:
     record = ask(cache, model)
     assert reason(record) == (0, "other_namespace")
     assert record.seen_in == "None, under other weights, adapters or settings of the model"
-    said = "position 0 on was cached under other weights, adapters or settings of the model"
+    said = "from position 0 on, cached under other weights, adapters or settings of the model"
     assert record.explain().endswith(said)
 
 

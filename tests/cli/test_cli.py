@@ -82,7 +82,7 @@ def test_a_folder_that_holds_no_model(capsys, tmp_path):
 def test_a_hub_model_that_cannot_be_had(capsys, monkeypatch):
     import transformers
 
-    def fail(name):
+    def fail(name, **options):
         raise OSError(f"{name} is not a local folder\nand is not a valid model identifier\nIf this is ...")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
@@ -161,13 +161,13 @@ def test_missing_packages_are_named_with_the_remedy(capsys, monkeypatch, name):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else find_spec(n))
     assert main(["info"]) == 2
-    assert_one_line(capsys, 'pip install "radixkv[demo]"')
+    assert_one_line(capsys, 'install the extra "demo"', 'pip install ".[demo]"')
 
 
 def test_missing_transformers_is_named_with_the_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["demo", "--tiny"]) == 2
-    assert_one_line(capsys, 'pip install "radixkv[demo]"')
+    assert_one_line(capsys, 'install the extra "demo"', 'pip install ".[demo]"')
 
 
 def test_ctrl_c_is_one_line_and_130():

@@ -76,7 +76,7 @@ def test_names_that_only_a_program_can_give_wrong():
 def test_missing_transformers_is_named_with_the_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["bench", "--tiny"]) == 2
-    assert_one_line(capsys, 'pip install "radixkv[demo]"')
+    assert_one_line(capsys, 'install the extra "demo"', 'pip install ".[demo]"')
 
 
 @pytest.mark.parametrize("output", ["table", "json"])

@@ -291,7 +291,7 @@ def test_a_binary_file(tmp_path, capsys):
 def test_a_plot_needs_matplotlib(trace, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["replay", str(trace), "--plot", "a.png"]) == 2
-    assert_one_line(capsys, 'pip install "radixkv[demo]"')
+    assert_one_line(capsys, 'install the extra "demo"', 'pip install ".[demo]"')
 
 
 def test_skipping_goes_on(trace, capsys):

@@ -59,7 +59,7 @@ def test_empty(empty):
         ([1, True], "bool"),
         ([1, None], "NoneType"),
         (["a"], "str"),
-        ("12", "str"),
+        ("12", "got a str: tokenize it first"),
         (5, "int"),
         (None, "NoneType"),
         (np.array([1.0]), "float64"),

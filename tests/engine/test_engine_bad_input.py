@@ -63,8 +63,9 @@ def test_a_bad_prompt_gets_an_error_of_its_own_and_the_others_finish(
     with pytest.raises(InvalidRequestError, match=match):
         engine.add_request(bad, params(4))
     drained(engine)
-    with pytest.warns(UserWarning, match="1 of 3 completions failed"):
+    with pytest.warns(UserWarning, match="1 of 3 completions failed") as caught:
         outs = engine.generate([first, bad, last], params(4))
+    assert caught[0].filename == __file__
     assert [c.finish_reason for c in outs] == ["length", "error", "length"]
     assert isinstance(outs[1].error, InvalidRequestError)
     assert [c.prompt_index for c in outs] == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from typing import Any
@@ -111,6 +112,15 @@ def test_counters_add_up_while_it_runs_and_afterwards() -> None:
     assert stats.hit_tokens == 24
     assert stats.hit_rate == pytest.approx(24 / stats.prompt_tokens)
     assert seen.finished == 0, "a snapshot does not change"
+    assert str(seen) == (
+        "0 running, 3 waiting, 0 swapped, 0 finished; steps: 0; 0 of 0 prompt tokens hit (0.0%); new tokens: 0; "
+        "preemptions: 0"
+    )
+    assert re.fullmatch(
+        r"0 running, 0 waiting, 0 swapped, 3 finished; steps: \d+; 24 of 51 prompt tokens hit \(47.1%\); "
+        r"new tokens: 18; preemptions: 0; mean time to first token: [\d.e-]+ s",
+        str(stats),
+    )
 
 
 class _Terminal(io.StringIO):

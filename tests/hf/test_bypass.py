@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,6 +236,7 @@ def test_one_warning_for_each_reason(case: str, caplog: pytest.LogCaptureFixture
             with cache.attached(model):
                 call(model)
         ours = [entry for entry in caught if str(entry.message) not in not_ours]
+        assert {Path(entry.filename).parent for entry in ours} <= {Path(__file__).parent}, "the user's line"
         logged = [record for record in caplog.records if record.name.startswith("radixkv")]
         return len(ours) + len(logged)
 

@@ -39,6 +39,21 @@ from radixkv import errors
 pytestmark = pytest.mark.filterwarnings("default")
 
 
+@needs_cache
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ("a text", "got a str: tokenize first"),
+        (["a", "text"], "got strings: tokenize first"),
+        ({"input_ids": [[1, 2]]}, "got a dict: pass its input_ids"),
+        ([[1, 2], [3]], r"\[batch, tokens\]"),
+    ],
+)
+def test_what_is_no_prompt_is_told_what_to_do(tokens: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidRequestError, match=message):
+        make_cache(tiny()).session(tokens)
+
+
 def decode(model: Any, past: Any, ids: torch.Tensor, n: int = 6, step: int | None = None) -> torch.Tensor:
     """The loop of the documentation: feed what is not cached, then one token at a time."""
     keyword, start, tokens = cache_keyword(model), past.num_cached_tokens, []

@@ -316,4 +316,7 @@ def test_without_the_package_there_is_one_clear_error():
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    assert done.stdout == "metrics for Prometheus need prometheus-client: pip install 'radixkv[observe]'\n"
+    assert done.stdout == (
+        'metrics for Prometheus need prometheus-client: install the extra "observe": in a clone of radixkv, '
+        'pip install ".[observe]"\n'
+    )

@@ -150,28 +150,34 @@ def test_a_histogram_counts_by_upper_bounds(values):
             "full",
             "hit 895 of 900 tokens; only the last 5 had to be computed",
         ),
-        (RequestStats.of(1, 0, None), "full", "hit none of 1 tokens; all of them must be computed in any case"),
+        (RequestStats.of(1, 0, None), "full", "hit none of 1 token; all must be computed in any case"),
         (
             RequestStats.of(900, 512, MissNote(512, "evicted")),
             "partial",
-            "hit 512 of 900 tokens; position 512 on was cached before and has been evicted",
+            "hit 512 of 900 tokens; from position 512 on, cached before and evicted since",
         ),
         (
             RequestStats.of(900, 0, MissNote(0, "never_seen")),
             "none",
-            "hit none of 900 tokens; position 0 on was never cached before",
+            "hit none of 900 tokens; from position 0 on, never cached before",
         ),
         (
             RequestStats.of(900, 0, MissNote(5, "never_seen")),
             "none",
             "hit none of 900 tokens, though 5 were cached: taking them was not worth its cost; "
-            "position 5 on was never cached before",
+            "from position 5 on, never cached before",
+        ),
+        (
+            RequestStats.of(900, 0, MissNote(1, "never_seen")),
+            "none",
+            "hit none of 900 tokens, though 1 was cached: taking it was not worth its cost; "
+            "from position 1 on, never cached before",
         ),
         (
             RequestStats.of(60, 40, MissNote(24, "never_seen")),
             "partial",
             "hit 40 of 60 tokens, 16 of which another prompt of the same batch computed; "
-            "position 24 on was never cached before",
+            "from position 24 on, never cached before",
         ),
         (
             RequestStats.of(60, 40, None),
@@ -181,7 +187,7 @@ def test_a_histogram_counts_by_upper_bounds(values):
         (
             RequestStats.of(60, 0, MissNote(0, "other_namespace", "'tenant b'")),
             "none",
-            "hit none of 60 tokens; position 0 on was cached in another namespace: 'tenant b'",
+            "hit none of 60 tokens; from position 0 on, cached in another namespace: 'tenant b'",
         ),
         (RequestStats(60, 40, 20), "partial", "hit 40 of 60 tokens"),
     ],

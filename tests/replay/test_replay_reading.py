@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from radixkv.core import Retention
 from radixkv.errors import InvalidRequestError
 from radixkv.replay import read_trace
+from radixkv.replay.kv_size import kv_size
+from radixkv.replay.tokenizing import as_tokenizer
 
 GOOD = {"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}
 
@@ -265,6 +267,52 @@ def test_texts_need_a_tokenizer(shape, skip_bad):
         read_trace([{shape: "x"}], skip_bad=skip_bad)
 
 
+class Refusal(OSError):
+    """The hub's answer is an error, such as that there is no such model."""
+
+    response = object()
+
+
+class TransportError(Exception):
+    """As httpx names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (None, {}),
+        (Refusal(), {}),
+        (ValueError("a name that no hub takes"), {}),
+        (ConnectionError("no network"), {"local_files_only": True}),
+        (type("ConnectError", (TransportError,), {})(), {"local_files_only": True}),
+    ],
+)
+def test_the_hub_is_asked_once(monkeypatch, error, options):
+    hub = pytest.importorskip("huggingface_hub")
+    transformers = pytest.importorskip("transformers")
+    asked, loaded = [], []
+
+    def ask(url, timeout):
+        asked.append(url)
+        if error is not None:
+            raise error
+
+    def load(name, **given):
+        loaded.append((name, given))
+        raise OSError("cannot connect.")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", ask)
+    for kind in ("AutoTokenizer", "AutoConfig"):
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", load)
+    for use, what in ((as_tokenizer, "a tokenizer.json"), (kv_size, "a config.json")):
+        with pytest.raises(InvalidRequestError, match="cannot be loaded: cannot connect") as caught:
+            use("some/model")
+        assert str(caught.value).endswith(f"give a folder or {what})") == bool(options)
+    assert len(asked) == 2
+    assert asked[0].endswith("/some/model/resolve/main/config.json")
+    assert loaded == [("some/model", options)] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -287,7 +335,7 @@ def test_packages_that_are_missing_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for name in ("some/model", "tokenizer.json"):
-        with pytest.raises(InvalidRequestError, match=r'pip install "radixkv\[hf\]"'):
+        with pytest.raises(InvalidRequestError, match='install the extra "hf"'):
             read_trace([{"prompt": "x"}], tokenizer=name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -129,6 +131,10 @@ def test_a_fork_goes_on_from_where_it_was_made():
     caller.run()
     assert child.output_tokens.tolist() == seq.output_tokens.tolist()  # the same model, the same index
     assert caller.scheduler.stats.cow_copies == 1
+    assert re.fullmatch(
+        r"steps: \d+; admissions: 1; 0 of 7 prompt tokens hit \(0.0%\); computed tokens: \d+; preemptions: 0",
+        str(caller.scheduler.stats),
+    )
     caller.check_empty()
 
 

@@ -11,7 +11,6 @@ __all__ = [
     "OutOfBlocksError",
     "RadixKVError",
     "UnsupportedModelError",
-    "install_hint",
 ]
 
 

@@ -342,10 +342,21 @@ def test_the_browser_goes_back_to_a_moment(page: Page) -> None:
     page.go_back()
     at(page, 0)
     assert "#" not in page.url
+    # A link that is followed before the address is written.
+    page.evaluate(
+        """async () => {
+          document.querySelector('.rk-button--step').click();
+          await new Promise((done) => setTimeout(done, 100));
+          location.hash = 'mode=swap&step=25';
+          for (const end = performance.now() + 60; performance.now() < end;);
+        }"""
+    )
+    at(page, 25)
+    expect(page.get_by_role("radio", name="Swap")).to_be_checked()
     # A heading of the page is no state.
     page.evaluate("location.hash = 'what-a-step-is'")
     page.keyboard.press("ArrowRight")
-    at(page, 1)
+    at(page, 26)
 
 
 BAD_ADDRESSES = {

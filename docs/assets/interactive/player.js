@@ -161,6 +161,7 @@ window.radixkv = (() => {
     #speed;
     #timers = {play: 0, write: 0, say: 0};
     #marked = "";
+    #address; // as we know it
     #parts;
     #options; // how each option is shown, by name
 
@@ -336,12 +337,16 @@ window.radixkv = (() => {
       this.#timers.write = setTimeout(() => {
         const parts = this.#spec.options.map((option) =>
           `${option.name}=${encodeURIComponent(KINDS[option.kind].write(this.#values[option.name]))}`);
+        // A link may have been followed, of which we are told in a moment.
+        if (location.hash !== this.#address) return;
         history.replaceState(history.state, "", `#${[...parts, `step=${this.#step}`].join("&")}`);
+        this.#address = location.hash;
       }, this.playing ? 600 : 120);
     }
     /** Take the state that the address names, the first one if it names nothing; false if it is a heading's. */
     #readAddress() {
       const {options} = this.#spec;
+      this.#address = location.hash;
       const given = new URLSearchParams(location.hash.slice(1));
       if (location.hash && !["step", ...options.map(({name}) => name)].some((name) => given.has(name))) return false;
       for (const option of options) {

@@ -247,6 +247,16 @@ def test_keys(still: Callable[[str], Page]) -> None:
     at(page, 2)
     page.keyboard.press("Control+ArrowRight")
     at(page, 2)
+    # Keys that are held: steps go by, playing is asked for once.
+    for _ in range(3):
+        page.keyboard.down("ArrowRight")
+    page.keyboard.up("ArrowRight")
+    at(page, 5)
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(4):
+        page.keyboard.down(" ")
+    page.keyboard.up(" ")
+    expect(play).to_have_text("Pause")
 
 
 def test_buttons_and_playing(still: Callable[[str], Page]) -> None:
@@ -551,8 +561,8 @@ def test_roles_and_names(page: Page) -> None:
     expect(grid.get_by_role("gridcell", name=re.compile(r"^Block \d+: free$"))).to_have_count(1)
     table = page.get_by_role("grid", name="Block tables")
     expect(table.get_by_role("row")).to_have_count(7)
-    expect(table.get_by_role("rowheader").nth(5)).to_have_text("5Swapped33 of 47 tokens")
-    expect(page.get_by_role("list", name="Running")).to_be_visible()
+    expect(table.get_by_role("rowheader").nth(5)).to_have_text("Request 5Swapped33 of 47 tokens")
+    expect(page.get_by_role("list", name="Running").get_by_role("listitem").first).to_have_text("Request 2")
     expect(page.get_by_role("slider", name="Position")).to_have_attribute("aria-valuetext", "step 25 of 46")
     expect(page.get_by_role("slider", name="Pool size")).to_have_attribute(
         "aria-valuetext", "28 blocks, 112 tokens"

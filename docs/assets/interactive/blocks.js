@@ -107,8 +107,9 @@
     return blocks;
   }
 
-  /** A request, wherever it is named. */
+  /** A request, wherever it is named: its number, with colour and pattern. */
   const tag = (request) => element("span", {class: `rkb-tag rk-r${request}`}, element("b", {text: request}));
+  const named = (request) => [element("span", {class: "rk-hidden", text: "Request "}), tag(request)];
 
   // -- the grid of blocks --------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@
   }
   function buildRow(request) {
     const said = element("span", {class: "rkb-said"});
-    const name = element("th", {scope: "row", role: "rowheader", class: "rkb-name"}, tag(request), said);
+    const name = element("th", {scope: "row", role: "rowheader", class: "rkb-name"}, ...named(request), said);
     const cells = Array.from({length: width}, (_, logical) => element("td", {
       role: "gridcell", class: "rkb-entry", "aria-describedby": "rkb-words", "data-request": request, "data-logical": logical,
     }));
@@ -265,7 +266,7 @@
     for (const [state, list] of lists) {
       const members = asked.map((_, request) => request).filter((request) => now.requests[request].state === state);
       list.replaceChildren(...members.map((request) => {
-        const item = element("li", {"data-request": request}, tag(request));
+        const item = element("li", {"data-request": request}, ...named(request));
         if (paused(request)) item.append(element("small", {text: "preempted"}));
         return item;
       }));

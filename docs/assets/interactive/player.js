@@ -381,7 +381,7 @@ window.radixkv = (() => {
       const scrolls = key === "Home" || key === "End" || (key === " " && !this.#isSeen());
       if ((scrolls && !this.#root.contains(target)) || usesKey(target, key)) return;
       event.preventDefault();
-      does();
+      if (key !== " " || !event.repeat) does(); // a finger that stays on the bar asks once
     }
     #isSeen() {
       const {top, bottom} = this.#root.getBoundingClientRect();

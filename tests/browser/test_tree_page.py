@@ -266,6 +266,28 @@ def test_nothing_moves_for_those_who_want_that(new_page: Callable[..., Page]) ->
     assert page.locator(".rkt-block").first.evaluate("(e) => getComputedStyle(e).transitionDuration") == "0s"
 
 
+def test_no_sideways_scrolling(page: Page) -> None:
+    opened(page, state("chat", 19, 90))
+    for width in (320, 360, 640, 768, 1000, 1280):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.wait_for_function(f"{WIDE_CONTENT} == 0")  # the theme's search folds up
+        # Nothing lies on what comes below it.
+        events, below = page.locator(".rk-events").bounding_box(), page.locator(".rkt-aslist").bounding_box()
+        assert events["y"] + events["height"] <= below["y"] + 1, width
+
+
+def test_a_tree_that_scrolls_is_scrolled_by_the_keyboard(page: Page) -> None:
+    opened(page, state("few-shot", 19, 144))
+    page.add_style_tag(content=".rkt-svg {min-width: 3000px}")  # none of the examples is so wide
+    page.locator(".rkt-tree").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('.rkt-tree').scrollLeft > 0")
+    at_step(page, 144)
+    page.get_by_role("button", name="Back", exact=True).focus()
+    page.keyboard.press("ArrowLeft")
+    at_step(page, 143)
+
+
 @pytest.mark.parametrize("size", ["desktop", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_looks_right(new_page: Callable[..., Page], shots: Path, size: str, scheme: str) -> None:

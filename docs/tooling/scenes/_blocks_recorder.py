@@ -11,7 +11,9 @@ from docs.tooling.scenes import _blocks_words as words
 from docs.tooling.scenes._blocks_story import BLOCK_SIZE, HOST_BLOCKS, REQUESTS, SLAB, tokens_of
 from docs.tooling.scenes._blocks_words import Event
 from radixkv import BlockPool, RadixTree, Scheduler, SchedulerConfig
+from radixkv.core.block_states import BlockIds
 from radixkv.core.listener import TreeListener
+from radixkv.core.tokens import TokenArray
 from radixkv.sched import Request, Sequence, Step
 
 LETTERS = {"waiting": "W", "running": "R", "swapped": "S", "finished": "F"}
@@ -86,11 +88,13 @@ class _Watcher(TreeListener):
         self.rows: dict[int, int] = {}
         self.removed: list[int] = []
 
-    def on_stored(self, namespace, tokens, first, blocks, parent) -> None:  # type: ignore[no-untyped-def]
+    def on_stored(
+        self, namespace: bytes, tokens: TokenArray, first: int, blocks: BlockIds, parent: int
+    ) -> None:
         for number, block in enumerate(blocks.tolist(), first):
             self.rows[block] = min(BLOCK_SIZE, len(tokens) - number * BLOCK_SIZE)
 
-    def on_removed(self, blocks) -> None:  # type: ignore[no-untyped-def]
+    def on_removed(self, blocks: BlockIds) -> None:
         for block in blocks.tolist():
             del self.rows[block]
             self.removed.append(block)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.core.errors import install_hint
+from radixkv.core.errors import first_line, install_hint
 from radixkv.demo.bars import WorkloadBars
 from radixkv.demo.errors import DemoError
 from radixkv.demo.runner import DemoResult, Runner
@@ -101,8 +101,7 @@ def _load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = reason.rstrip(".")
+        reason = first_line(error).rstrip(".")
         hint = not_reached(options, "its folder, or use --tiny")
         raise DemoError(f"--model {name} cannot be loaded: {reason}{hint}") from error
     return model.eval(), tokenizer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixkv.core.errors import InvalidRequestError, install_hint
+from radixkv.core.errors import InvalidRequestError, first_line, install_hint
 from radixkv.replay.hub import hub_options, not_reached
 
 __all__ = ["KVSize", "kv_size"]
@@ -273,8 +273,7 @@ def _with_defaults(name: str, where: str) -> dict[str, Any]:
     try:
         return _fields(transformers.AutoConfig.from_pretrained(where, **options))
     except Exception as error:  # of several packages, whose errors have no common base
-        lines = str(error).strip().splitlines()
-        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        reason = first_line(error).rstrip(".")
         hint = not_reached(options, "a folder or a config.json")
         raise InvalidRequestError(f"model config {name} cannot be loaded: {reason}{hint}") from error
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.core.errors import InvalidRequestError
+from radixkv.core.errors import InvalidRequestError, first_line
 from radixkv.core.eviction import Retention
 from radixkv.core.tokens import as_tokens
 from radixkv.replay.tokenizing import Tokenizer
@@ -125,10 +125,7 @@ def _encoded(encode: Callable[..., list[int]], *text: Any) -> npt.NDArray[np.int
     except InvalidRequestError:
         raise  # about the tokenizer, not about this text
     except Exception as error:  # of a template or a tokenizer, whose errors have no common base
-        lines = str(error).strip().splitlines()
-        raise BadRequest(
-            f"the tokenizer refuses it: {lines[0] if lines else type(error).__name__}"
-        ) from error
+        raise BadRequest(f"the tokenizer refuses it: {first_line(error)}") from error
 
 
 def _integers(item: dict[str, Any], key: str) -> npt.NDArray[np.int64]:

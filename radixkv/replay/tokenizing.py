@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any, Protocol
 
-from radixkv.core.errors import InvalidRequestError, install_hint
+from radixkv.core.errors import InvalidRequestError, first_line, install_hint
 from radixkv.replay.hub import hub_options, not_reached
 
 __all__ = ["Tokenizer", "as_tokenizer"]
@@ -101,8 +101,7 @@ def _load(name: str) -> Tokenizer:
     except InvalidRequestError:
         raise
     except Exception as error:  # of several packages, whose errors have no common base
-        lines = str(error).strip().splitlines()
-        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        reason = first_line(error).rstrip(".")
         hint = not_reached(options, "a folder or a tokenizer.json")
         raise InvalidRequestError(f"tokenizer {name} cannot be loaded: {reason}{hint}") from error
 

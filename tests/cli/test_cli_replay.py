@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,9 +142,13 @@ def test_the_unit_is_that_of_the_smallest(sizes, unit):
     assert common_unit(sizes) == unit
 
 
+def use_clock(monkeypatch, moments):
+    """For the lines alone: whoever else reads the time, in a thread even, gets the real one."""
+    monkeypatch.setattr(replaying, "time", SimpleNamespace(monotonic=iter(moments).__next__))
+
+
 def test_a_log_gets_a_line_now_and_then(trace, capsys, monkeypatch):
-    clock = iter(range(0, 10**6, 4))
-    monkeypatch.setattr(replaying.time, "monotonic", lambda: next(clock))
+    use_clock(monkeypatch, range(0, 10**6, 4))
     monkeypatch.setattr(reading, "_LOOK_EVERY", 10)
     assert main(["replay", str(trace), "--policy", "lru", "--capacity", "20", "--format", "json"]) == 0
     out, err = capsys.readouterr()
@@ -154,8 +159,7 @@ def test_a_log_gets_a_line_now_and_then(trace, capsys, monkeypatch):
 
 
 def test_progress_of_what_has_no_known_length(capsys, monkeypatch):
-    clock = iter([0, 5, 11, 12, 30])
-    monkeypatch.setattr(replaying.time, "monotonic", lambda: next(clock))
+    use_clock(monkeypatch, [0, 5, 11, 12, 30])
     lines = replaying._Lines()
     for done in (1, 2, 3, 4):
         lines.update("Reading", done * 2**30, None)

@@ -286,6 +286,22 @@ def test_every_state_adds_up(shipped: dict[Key, list[Step]], key: Key) -> None:
     assert end["hit_tokens"] + end["computed_tokens"] == sent
 
 
+@pytest.mark.parametrize("key", RUNS, ids=lambda key: "-".join(map(str, key)))
+def test_a_node_names_the_request_that_used_it_last(shipped: dict[Key, list[Step]], key: Key) -> None:
+    for step in shipped[key]:
+        tree = step["state"]["tree"]
+        if step["act"] == "match":
+            assert all(
+                node["used"] == step["request"]
+                for node in tree
+                if not set(step["path"]).isdisjoint(node["blocks"])
+            )
+        elif step["act"] in ("insert", "keep"):
+            table, num, _ = step["state"]["running"][step["request"]]
+            assert num
+            assert [node["used"] for node in tree if table[-1] in node["blocks"]] == [step["request"]]
+
+
 def test_the_examples_show_what_there_is_to_see(shipped: dict[Key, list[Step]]) -> None:
     for name in EXAMPLES:
         for policy in scene.POLICIES:

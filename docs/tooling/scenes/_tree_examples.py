@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+BLOCK_SIZE = 4
+
 # What happens to a request, in this order; `answer` and `keep` only if it has an answer.
 ALL = ("type", "match", "allocate", "compute", "insert", "answer", "keep", "release")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from docs.tooling.scenes import _tree_words as say
-from docs.tooling.scenes._tree_examples import Example
+from docs.tooling.scenes._tree_examples import BLOCK_SIZE, Example
 from radixkv import BlockPool, Match, RadixTree
 from radixkv.core import TreeListener
-
-BLOCK_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,8 @@ class Run:
         self._words = words
         self._pool = BlockPool(num_blocks)
         self._tree = RadixTree(self._pool, BLOCK_SIZE, policy)
+        # Ticks at each look: a real clock may tell two requests the same time.
+        self._tree._clock = itertools.count().__next__
         self._ears = _Ears()
         self._tree.add_listener(self._ears)
         self._requests = [_Request(prompt.words, prompt.answer_words) for prompt in example.prompts]
@@ -170,7 +171,7 @@ class Run:
             if hit != self._tree.match_length(tokens):
                 raise AssertionError(f"{prompt[:typed]}: the tree finds other than {hit} tokens")
             pasted = typed if typed == self._pasted[number] else 0
-            text = say.typed(number, prompt[typed - 1], pasted, hit, typed, hit // BLOCK_SIZE)
+            text = say.typed(prompt[typed - 1], pasted, hit, typed, *divmod(hit, BLOCK_SIZE))
             self.steps.append(Step("type", number, typed, hit, path, text, self._state))
 
     def _match(self, number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from docs.tooling.scenes._tree_examples import BLOCK_SIZE
 from radixkv import InsertResult
 from radixkv.core import Tail
 
@@ -49,11 +50,10 @@ def start(num_blocks: int, block_size: int) -> str:
     return f"The pool has {num_blocks} blocks of {block_size} tokens. All are free: the tree is empty."
 
 
-def typed(number: int, word: str, pasted: int, hit: int, num: int, whole: int) -> str:
+def typed(word: str, pasted: int, hit: int, num: int, whole: int, rest: int) -> str:
     what = f"Pasted {number_of(pasted, 'word')}" if pasted else f"Typed “{word}”"
     if not hit:
         return f"{what}: nothing of it is cached."
-    rest = hit - 4 * whole
     where = " and ".join(
         part
         for part in (
@@ -172,7 +172,7 @@ def _grown(
         was, _ = grown
         if gone:
             return f"Leaf continued by {tokens}: {ids(added)} took the place of its tail, {ids(gone)}"
-        if (was.end - was.start) % 4:
+        if (was.end - was.start) % BLOCK_SIZE:
             more = f" and {ids(added)}" if added else ""
             return f"Leaf continued by {tokens}: its tail, block {was.blocks[-1]}, filled further{more}"
         return f"Leaf continued by {tokens}: {ids(added)}"

@@ -10,8 +10,8 @@ import json
 from collections.abc import Hashable
 from dataclasses import astuple, fields
 
-from docs.tooling.scenes._tree_examples import ALL, EXAMPLES
-from docs.tooling.scenes._tree_run import BLOCK_SIZE, Counters, Node, Run, State, Step
+from docs.tooling.scenes._tree_examples import ALL, BLOCK_SIZE, EXAMPLES
+from docs.tooling.scenes._tree_run import Counters, Node, Run, State, Step
 
 URI = "assets/interactive/tree-recording.js"
 NAME = "window.radixkvTree"
@@ -80,7 +80,8 @@ class _Packer:
     def _state(self, state: State) -> int:
         running = tuple((r.request, self.paths[r.table], r.computed, r.tail or ()) for r in state.running)
         nodes = tuple(self._node(node) for node in state.nodes)
-        # A block has few holders: a digit each.
+        # A digit each: a block has few holders.
+        assert max(state.refs) < 10
         refs = "".join(str(count) for count in state.refs)
         return self.states[nodes, refs, running, astuple(state.counters)]
 

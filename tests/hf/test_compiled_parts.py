@@ -79,6 +79,30 @@ def test_compiled_parts_give_the_same_tokens(part: Callable[[Any], None], when: 
     books(cache)
 
 
+@pytest.mark.parametrize("decode", ["contiguous", "paged"])
+@pytest.mark.parametrize("part", [in_place, its_forward])
+def test_what_ran_before_it_was_attached_knows_of_no_hooks(part: Callable[[Any], None], decode: str) -> None:
+    """Torch looks for hooks only while it traces. The tokens are right; hits come once it traces again."""
+    model, ids = tiny(), prompt(40)
+    expected = greedy(twin(model), ids, 3)
+    part(model)
+    same(greedy(model, ids, 3), expected)
+    cache = make_cache(model, decode=decode)
+    with cache.attached(model):
+        for _ in range(2):
+            same(greedy(model, ids, 3), expected)
+        assert cache.stats.hit_tokens == 0
+        torch.compiler.reset()
+        for _ in range(2):
+            same(greedy(model, ids, 3), expected)
+    assert cache.stats.hit_tokens == 39
+    # And the hooks that were traced do nothing when they are off the model.
+    same(greedy(model, ids, 3), expected)
+    assert cache.stats.requests == 2
+    gc.collect()
+    books(cache)
+
+
 def test_a_compiled_model_object_is_refused() -> None:
     with pytest.raises(errors.UnsupportedModelError, match="pass the original model"):
         make_cache(torch.compile(tiny(), backend=BACKEND))

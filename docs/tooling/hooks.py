@@ -55,7 +55,12 @@ def on_page_content(html: str, **_: object) -> str:
 def _output_of(args: list[str]) -> str:
     env = {**os.environ, "COLUMNS": _COLUMNS, "TERMINAL_WIDTH": _COLUMNS, "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
-        [sys.executable, "-m", "radixkv", *args], capture_output=True, text=True, env=env, check=False
+        [sys.executable, "-m", "radixkv", *args],
+        cwd=_ROOT,  # of this checkout, as the scenes are
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
     )
     if done.returncode:
         raise PluginError(f"radixkv {shlex.join(args)} ended with {done.returncode}:\n{done.stderr}")

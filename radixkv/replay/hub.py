@@ -14,12 +14,11 @@ def hub_options(name: str) -> dict[str, Any]:
     The hub is asked once, without the retries of `from_pretrained`, which last most of a minute.
     """
     try:
-        hub = importlib.import_module("huggingface_hub")
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=10)
+        url = importlib.import_module("huggingface_hub").hf_hub_url(name, "config.json")
+        # Its own functions try again, in some versions; any answer will do, also that there is no such model.
+        importlib.import_module("huggingface_hub.utils").get_session().head(url, timeout=10)
     except Exception as error:  # of several HTTP clients, whose errors have no common base
-        if getattr(error, "response", None) is None and (
-            isinstance(error, OSError) or any(c.__name__ == "TransportError" for c in type(error).__mro__)
-        ):
+        if isinstance(error, OSError) or any(c.__name__ == "TransportError" for c in type(error).__mro__):
             return {"local_files_only": True}
     return {}
 

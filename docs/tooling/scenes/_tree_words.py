@@ -50,18 +50,18 @@ def start(num_blocks: int, block_size: int) -> str:
     return f"The pool has {num_blocks} blocks of {block_size} tokens. All are free: the tree is empty."
 
 
+def blocks_and_rows(whole: int, rows: int, last: str) -> str:
+    parts = [number_of(whole, "block")] if whole else []
+    if rows:
+        parts.append(f"{number_of(rows, 'row')} of {last}")
+    return " and ".join(parts)
+
+
 def typed(word: str, pasted: int, hit: int, num: int, whole: int, rest: int) -> str:
     what = f"Pasted {number_of(pasted, 'word')}" if pasted else f"Typed “{word}”"
     if not hit:
         return f"{what}: nothing of it is cached."
-    where = " and ".join(
-        part
-        for part in (
-            number_of(whole, "block") if whole else "",
-            f"{number_of(rest, 'row')} of {'another' if whole else 'a block'}" if rest else "",
-        )
-        if part
-    )
+    where = blocks_and_rows(whole, rest, "another" if whole else "a block")
     much = "all" if hit == num else f"the first {hit}"
     return f"{what}: {much} of {number_of(num, 'token')} {'is' if hit == num == 1 else 'are'} cached, in {where}."
 
@@ -71,14 +71,7 @@ def matched(number: int, hit: int, num: int, whole: int, tail: Tail | None, limi
     if not hit:
         return f"Request {number + 1} was sent. Nothing of it is cached: all {rest} must be computed."
     text = f"Request {number + 1} was sent. The first {hit} of {num} tokens were cached: {num - hit} to compute. "
-    held = " and ".join(
-        part
-        for part in (
-            number_of(whole, "block") if whole else "",
-            f"{number_of(tail.num_rows, 'row')} of block {tail.block}" if tail else "",
-        )
-        if part
-    )
+    held = blocks_and_rows(whole, tail.num_rows, f"block {tail.block}") if tail else number_of(whole, "block")
     text += f"It holds {held}, which cannot be evicted now."
     if limited:
         text += " (The last token is always computed: it gives the first token of the answer.)"

@@ -12,9 +12,9 @@ from playwright.sync_api import Locator, Page, expect
 
 from docs.tooling.scenes._blocks_recorder import Recording, Setting, State, record
 from docs.tooling.scenes._blocks_story import REQUESTS
+from tests.browser.test_every_page import WIDE_CONTENT
 
 URL = "interactive/blocks.html"
-WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 # All that a step shows, in one question.
 SHOWN = """() => {
   const all = (selector, say) => [...document.querySelectorAll(selector)].map(say);
@@ -587,7 +587,7 @@ def test_all_of_it_fits_one_screen(page: Page) -> None:
     page.goto(f"{URL}#step=25")
     box = page.locator("#rk-blocks").bounding_box()
     assert box["y"] + box["height"] <= 900
-    assert page.evaluate(WIDE) == 0
+    assert page.evaluate(WIDE_CONTENT) == 0
 
 
 def test_colours_of_the_reader_hide_nothing(new_page: Callable[..., Page], shots: Path) -> None:
@@ -639,7 +639,7 @@ def test_no_sideways_scrolling(page: Page) -> None:
         for width in (320, 360, 390, 610, 640, 901, 1200, 1280):
             page.set_viewport_size({"width": width, "height": 844})
             block(page, 0).hover()
-            assert page.evaluate(WIDE) == 0, (state, width)
+            assert page.evaluate(WIDE_CONTENT) == 0, (state, width)
             # Nor is anything cut off inside.
             assert page.evaluate(
                 "[...document.querySelectorAll('.rkb-main > *, .rkb-tables, .rkb-grid')]"

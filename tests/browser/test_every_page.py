@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+# Pixels by which a page is wider than its window.
 WIDE_CONTENT = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 

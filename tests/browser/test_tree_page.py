@@ -13,9 +13,9 @@ from playwright.sync_api import Page, expect
 from docs.tooling.scenes import tree as scene
 from docs.tooling.scenes._tree_examples import EXAMPLES
 from docs.tooling.scenes._tree_run import Run, Step
+from tests.browser.test_every_page import WIDE_CONTENT
 
 PAGE = "interactive/tree.html"
-WIDE_CONTENT = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 # Everything that the page shows at one step, read from what is drawn.
 READ = """() => {
